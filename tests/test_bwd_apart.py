@@ -10,7 +10,7 @@ from test_bwd import run
 
 from tl_attention import launch
 from tl_attention.kernel_configs import BwdConfig, BwdPass
-from tl_attention.kernels.bwd_warps import pass_roles
+from tl_attention.kernels.bwd import pass_roles
 from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.legality import fault

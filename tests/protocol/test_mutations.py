@@ -69,7 +69,7 @@ CASES = {
             r"no wait_puts: .*bwd_apart.py:\d+ report": "orders additions in global memory, whose data is not modelled",
             r"no wait_puts: .*bwd_apart.py:\d+ add_dq": "the count of a tile waits before",
             r"no products: .*bwd.py:\d+ differentiate < bwd.py:\d+ consume": "for the compiler; the loop waits before it uses S'",
-            r"product of another slot of Q_tiles: .*compute_scores": "reads the slot of the step before, which is filled: wrong data",
+            r"product of another slot of Q_tiles: .*start_scores": "reads the slot of the step before, which is filled: wrong data",
         },
     ),
     "decode": Case(

@@ -10,32 +10,47 @@ A pass computes one or two of the gradients if registers do not hold dK and dV t
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import BwdPass, sum_columns
-from tl_attention.kernels import bwd_scores, bwd_tiles, pipeline
-from tl_attention.kernels import products as fp32
+from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels import bwd_tiles, pipeline
 from tl_attention.kernels.block_lists import query_blocks
-from tl_attention.kernels.bwd_arguments import KeyPassArguments
-from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
-from tl_attention.kernels.bwd_order import OrderedBlocks
-from tl_attention.kernels.bwd_round_packed import rounding_of
-from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
-from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
-from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
+from tl_attention.kernels.bwd_apart import add_dq
+from tl_attention.kernels.bwd_load import KeyTileProducer
+from tl_attention.kernels.bwd_one_tile import send_dq
+from tl_attention.kernels.bwd_order import OrderedBlocks, OrderKeeper
+from tl_attention.kernels.bwd_orders import order_of
+from tl_attention.kernels.bwd_pass import KeyPass
+from tl_attention.kernels.bwd_round import BLOCKS_WITH_ROWS, rounding_code
+from tl_attention.kernels.bwd_round_packed import ALL_BLOCKS, rounding_of
+from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
+from tl_attention.kernels.bwd_step import Elements, KeyStep, Launch
+from tl_attention.kernels.bwd_store import store_gradients
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.input_parts import InputArguments, InputParts
+from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import fill_bias_columns
-from tl_attention.kernels.options import OptionArguments, option_arguments
-from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
-from tl_attention.kernels.roles import WARPGROUP
-from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, softmax_backward
-from tl_attention.kernels.split_tile import split_tile
-from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, SplitGradTiles
+from tl_attention.kernels.options import OptionArguments, option_arguments, prelude
+from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, wait_for_stores
+from tl_attention.kernels.roles import WARPGROUP, Roles
+from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE
+from tl_attention.kernels.tiles import (
+    DenseGradTiles,
+    FragmentBlocks,
+    PackedGradTiles,
+    SplitGradTiles,
+    dq_sum_argument,
+    input_arguments,
+    rows_argument,
+)
 from tl_attention.kernels.traced_arguments import traced_arguments
-from tl_attention.part_configs import splits_keys, stores_key_parts
+from tl_attention.part_configs import MAKERS, splits_keys, stores_key_parts
 from tl_attention.problem import AttnProblem
+from tl_attention.round_configs import ROUNDING_WARPS
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -65,102 +80,37 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             and the others have them in the place of K and V. K and V of the first one are as in split_tile.py.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """
-    dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
-    block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
-    dS_in_P = reuse and config.order != "separate-dS"  # dS' takes the registers of P'
-    early_dK, late_sums = config.order in ("early-dK", "apart"), config.order == "late-sums"
-    two_slots, apart = config.order != "", config.dq_apart  # two slots of dS' in shared memory
-    # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
-    adds_late = block_M == 128
-    makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
-    # fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'
-    makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
-    sums_dq = makes_dq and not apart  # the consumers compute dQ
-    warpgroups, consumers = tuple(range(config.warpgroups)), WARPGROUP * config.warpgroups
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    block_M, block_N, dynamic = config.block_M, config.block_N, config.is_dynamic
+    key_pass, varlen, one_tile = KeyPass(problem, config), problem.has("varlen"), config.one_tile
+    consumers = WARPGROUP * config.warpgroups
     roles, rounds = pass_roles(problem, config), config.rounds(problem)
-    row_wise, x_parts, products = T.GemmWarpPolicy.FullRow, problem.parts, problem.products
-    dynamic, ordered, one_tile = config.is_dynamic, config.is_ordered, config.one_tile
-    frees_V = config.has_dv_tile(problem) or problem.is_fp32  # dV leaves by another way than the tile of V
-    dV_beside_dS = makes_dv and (config.one_sum or not dS_in_P)
-    by_block = x_parts > 1 and not config.one_sum  # products are summed by block, see products.py
-    scores_first, linear_bias = bwd_tiles.scores_come_first(problem, config), config.has_linear_bias(problem)
-    v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
-    k_qt = {**v_dot, "clear_accum": not linear_bias}  # S' = K Q'
-    pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
-    pass_dq_on = functools.partial(bwd_tiles.pass_dq_on, one_tile, pieces)
-    sloped, varlen = problem.is_sloped, problem.has("varlen")
-    prefetch_lse = bwd_scores.prefetches_lse(problem, config)
-    # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
-    stage_P = stages_P(problem, config)
-    separate_P = stage_P or (reuse and makes_dv and sloped)
+    scores_first, order = bwd_tiles.scores_come_first(problem, config), order_of(key_pass)
 
     args = KeyPassArguments.of(problem, config)
     batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
     extra = option_arguments(problem)
     fp32_inputs = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
     splits, stores_parts = splits_keys(problem, config.makes), stores_key_parts(problem, config.makes)
-    Sums = OrderedBlocks if ordered else FragmentBlocks
-    sum_cols = sum_columns(problem, config)
-    dk_cols, dv_cols = (sum_cols if by_block else width for width in (head_dim, head_dim_v))  # per fragment
-
-    def after_first(step, first, dq_row_block):  # step of a tile
-        return dq_row_block >= 0 if dynamic and makes_dq else step > first
+    Sums = OrderedBlocks if config.is_ordered else FragmentBlocks
 
     @T.macro
-    def compute_scores(w, step, head, scores, scale_log2, tile, shared, acc_s):
-        """Issue S' = K Q', accumulated on the linear bias if there is one."""
-        scores.start(tile.batch, head, scale_log2)
-        scores.begin(acc_s, shared.bias_columns)
-        fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
-
-    @T.macro
-    def compute_dp(w, step, shared, acc_dp):
-        """Issue dP' = V dO'."""
-        shared.dO.wait(step)
-        fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
-
-    @T.macro
-    def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
+    def differentiate(w, number, turn, first, tile, blocks, launch):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
+        shared, softmax_scale = launch.shared, launch.softmax_scale
         key = tile.first_key + 64 * w
-        scores = bwd_scores.scores_of(problem, config, options, softmax_scale, shared.staged)
-        dropout = Dropout(problem, options, block_M, rows_are_keys=True)
-        mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and (varlen or apart))
+        scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
+        dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
+        relative = key_pass.shares_dS and (varlen or config.dq_apart)
+        mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
-        if not makes_dq:  # from one lane, so in a uniform register; with dq there are none to spare
+        if not key_pass.shares_dS:  # from one lane, so in a uniform register; with dq there are none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
-        last_read = shared.Q if makes_dk else shared.dO  # ring that the last GEMM of a step reads
+        elements = Elements(scores, dropout, mask, scale_log2)
+        step = KeyStep(key_pass, w, key, turn, first, tile, blocks, elements, launch, name="step")
 
-        acc_s = T.alloc_fragment([64, block_M], "float32")  # S' [keys, queries], then P'
-        P = T.alloc_fragment([64, block_M], dtype_of("p"))  # P' [keys, queries]
-        P_for_dv = T.alloc_fragment([64, block_M], dtype_of("p")) if separate_P else P
-        acc_dp = acc_s if reuse else T.alloc_fragment([64, block_M], "float32")  # dP' [keys, queries]
-        dS = P if dS_in_P else T.alloc_fragment([64, block_M], dtype_of("ds"))  # dS' [keys, queries]
-        P_parts = (P_for_dv, *fp32.alloc_further_parts([64, block_M], x_parts))
-        dS_parts = (dS, *(P_parts[1:] if reuse else fp32.alloc_further_parts([64, block_M], x_parts)))
-        acc_dk = T.alloc_fragment([64, dk_cols], "float32")
-        acc_dv = T.alloc_fragment([64, dv_cols], "float32")
-        dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
-        dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
-        sums = alloc_fragments([[64, sum_cols]] * (2 if sum_cols else 0), "float32")
-        # dQ of the step before
-        acc_dq = alloc_fragments([bwd_tiles.piece_shape(x) for x in pieces[w] if not apart], "float32")
-        # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
-        last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if dynamic else acc_dq
-        lse_log2 = T.alloc_fragment([block_M], "float32")
-        dq_row_block = T.alloc_var("int32", init=-1 if dynamic else 0)  # where in dQ_sum it goes
-        before = 0 if problem.program is None else first  # steps of other tiles
-        dbias = BiasGradient(makes_dq and problem.sends_dS, scores.traced, shared.dS, w, key, name="dbias")
-        delta = T.alloc_fragment([block_M], "float32") if early_dK else None
-        dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
-
-        if dynamic:  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
-            fp32.clear((*(acc_dq if sums_dq else ()), acc_s))
-        for other in warpgroups if sums_dq else (w,):
-            shared.K.wait(key_step(config, turn, other))
-        if splits:
-            split_tile(problem, w, shared.K, key_step(config, turn, w), tiles.k_parts(tile, key, 64))
+        step.take_keys()
         begin = first
         if w > 0 and bwd_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
@@ -169,227 +119,32 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             begin = first + skipped
         if not scores_first:
             shared.Q.wait(begin)
-            compute_scores(w, begin, blocks.head, scores, scale_log2, tile, shared, acc_s)
+            step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        if makes_dk:
-            if splits or not (dynamic and reuse):
-                shared.V.wait(key_step(config, turn, w))
-            if splits:
-                split_tile(problem, w, shared.V, key_step(config, turn, w), tiles.v_parts(tile, key, 64))
-            fp32.clear(dk_chunks)
-        if makes_dv:
-            fp32.clear(dv_chunks)
+        step.take_values()
 
-        for step in T.serial(begin, first + blocks.steps):
-            if scores_first:  # S' = K Q'
-                shared.Q.wait(step)
-                compute_scores(w, step, blocks.head, scores, scale_log2, tile, shared, acc_s)
-                if not dS_in_P:
-                    T.wait_wgmma(2 * len(products))  # dV of the step before; dK and S' go on
-                    if step > begin:
-                        shared.dO.release(step - 1)
-            if prefetch_lse:
-                shared.Q.read_row_values(step, 0, lse_log2)
-            dropout.start()
-            dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
-            # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
-            T.wait_wgmma(0)  # S', and the last GEMM of the step before
-            if after_first(step, begin, dq_row_block):
-                last_read.release(step - 1)
+        for i in T.serial(begin, first + blocks.steps):
+            order(step, i, begin)
 
-            # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
-            if sums_dq:
-                if after_first(step, first, dq_row_block):
-                    shared.dS.wait(step - 1)
-                    dbias.store(step - 1)
-                # step + 1 has the slot of step - 1
-                bwd_tiles.multiply_pieces(pieces[w], warpgroups, step + 1, shared, acc_dq)
-            if makes_dk and not reuse:
-                compute_dp(w, step, shared, acc_dp)
-
-            # P' = exp2(S' - lse)
-            bwd_scores.exponentiate(
-                problem,
-                config,
-                step - before,
-                acc_s,
-                P_for_dv,
-                lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
-                blocks,
-                mask,
-                scores,
-                scale_log2,
-                softmax_scale,
-            )
-            if x_parts > 1:
-                fp32.split_kept(acc_s, P_parts)
-            else:
-                if makes_dv and not (sloped and makes_dk):
-                    T.copy(acc_s, P_for_dv)
-                if reuse and (separate_P or not makes_dv):
-                    T.copy(acc_s, P)
-            if makes_dv:
-                for n in indices(P_parts):
-                    dropout.drop(P_parts[n])
-                if stage_P:
-                    share(w, (P_for_dv,), (shared.P[w],))
-
-            # dP' = V dO', in the registers that S' had
-            if dynamic and reuse and not splits:
-                if dq_row_block < 0:
-                    shared.V.wait(key_step(config, turn, w))
-            if makes_dk and reuse:
-                compute_dp(w, step, shared, acc_dp)
-            elif makes_dk:
-                T.wait_wgmma(0)  # dP'
-
-            # dV += P' dO
-            if makes_dv:
-                if not makes_dk:
-                    shared.dO.wait(step)
-                if by_block:
-                    dv_jobs = fp32.jobs(dv_chunks, P_parts, shared.dO, step)
-                    fp32.start_jobs(products, dv_jobs, sums)
-                    if dS_in_P:
-                        fp32.continue_jobs(products, dv_jobs, sums, 2)
-                        fp32.finish_jobs(products, dv_jobs, sums, 0)
-                else:
-                    P_operands = (shared.P[w],) if stage_P else P_parts
-                    fp32.multiply(products, P_operands.__getitem__, shared.dO.parts_of(step), acc_dv)
-            if not makes_dk:
-                # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released
-                # before, causal dv of d192 and d256 sometimes read those of a later step (H200, 2026-11-21)
-                shared.Q.release(step)
-
-            if early_dK:
-                shared.Q.read_row_values(step, 1, delta)
-            if sums_dq:
-                T.wait_wgmma(2 if makes_dv else 1)  # dQ of the step before
-                if after_first(step, first, dq_row_block):
-                    dbias.wait()
-                    shared.dS.release(step - 1)
-                    if not late_sums:
-                        shared.adding.wait(step - 1)
-                        pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale)
-                        shared.adding.announce(step - 1)
-
-            # dS' = P' * (dP' - Delta)
-            if makes_dk:
-                if reuse:  # dP'; and dV, whose P' gives its registers to dS'
-                    T.wait_wgmma(len(products) if dV_beside_dS else 0)
-                if not dV_beside_dS:
-                    shared.dO.release(step)
-                dropout.drop(acc_dp)
-                dropout.scale_kept(acc_dp)
-                if x_parts > 1:
-                    P_whole = P_parts if reuse else (acc_s,)
-                    fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
-                    if makes_dqt:
-                        scores.learn_dS(acc_dp, blocks, True)
-                    if dV_beside_dS and dS_in_P:
-                        T.wait_wgmma(0)  # dV
-                        shared.dO.release(step)
-                    fp32.split_parts(acc_dp, dS_parts)
-                else:
-                    softmax_backward(
-                        P if reuse else acc_s,
-                        acc_dp,
-                        lambda i, j: delta[j] if early_dK else shared.Q.row_value(step, 1, j),
-                        dS,
-                    )
-
-            scores.fetch_next(mask, blocks, step - before)
-            # dK += dS' Q, before or after dS' is shared
-            if early_dK:
-                T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
-            if makes_dq:
-                shared.dS.wait_empty(step)
-                shared.dS.write(dS_place, step, dS)
-                shared.dS.announce(step)
-                scores.learn_dS(dS, blocks, not adds_late)
-            if makes_dk and not early_dK and not by_block:
-                fp32.multiply(products, dS_parts.__getitem__, shared.Q.parts_of(step), acc_dk)
-            if x_parts > 1:
-                started = dv_jobs if by_block and dV_beside_dS else ()
-                dk_jobs = fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if by_block and makes_dk else ()
-                jobs = (*started, *dk_jobs)
-                if makes_dqt:
-                    share(w, dS_parts, shared.dS[w])
-                    place = {"tile": tile, "head": blocks.head, "start": blocks.query}
-                    add_dq = functools.partial(tiles.add_dq, **place, factor=softmax_scale)
-                    jobs += fp32.transposed_jobs(head_dim, shared.K, w, shared.dS[w], add_dq)
-                fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
-
-            # S' = K Q' of the next step. After the last one it may read a slot that is empty or being filled: nothing reads this S'
-            if not scores_first:
-                if step + 1 < first + blocks.steps:
-                    shared.Q.wait(step + 1)
-                next_head = T.min(blocks.next_head, heads - 1)
-                compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
-            if adds_late:
-                scores.add_learned(blocks)
-            if x_parts > 1:
-                fp32.finish_jobs(products, jobs, sums, len(products))
-            if makes_dk and makes_dv and not dS_in_P and not scores_first:
-                if not by_block:
-                    T.wait_wgmma(3 if linear_bias else 2 * len(products))  # dV
-                shared.dO.release(step)
-            if late_sums:
-                if after_first(step, first, dq_row_block):
-                    shared.adding.wait(step - 1)
-                    pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale)
-                    shared.adding.announce(step - 1)
-            if makes_dq:
-                dq_row_block = 0 if one_tile or apart else tiles.dq_row_block(tile, blocks.head, blocks.query)
-            dbias.locate(blocks)
-            scores.advance(mask, blocks)
-
-        T.wait_wgmma(0)
-        if stores_parts:
-            wait_for_stores()
-        if dynamic:
-            last_read.release(first + blocks.steps - 1)
-            if scores_first and not dS_in_P:
-                shared.dO.release(first + blocks.steps - 1)
-            if frees_V:
-                shared.V.release(key_step(config, turn, w))
-        if apart or (dynamic and problem.is_fp32):
-            shared.K.release(key_step(config, turn, w))
-        if sums_dq:
-            shared.dS.wait(first + blocks.steps - 1)
-            # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
-            shared.adding.wait(first + blocks.steps - 1)
-            bwd_tiles.multiply_pieces(pieces[w], warpgroups, first + blocks.steps - 1, shared, last_dq)
-            dbias.store(first + blocks.steps - 1)
-            T.wait_wgmma(0)
-            dbias.wait()
-            shared.dS.release(first + blocks.steps - 1)
-            if dynamic:
-                for other in warpgroups:
-                    shared.K.release(key_step(config, turn, other))
-            pass_dq_on(w, tiles, shared, dq_row_block, last_dq, softmax_scale)
-            shared.adding.announce(first + blocks.steps - 1)
-            if not dynamic:
-                sync_consumers(consumers)  # all warpgroups have read K
+        step.finish(first + blocks.steps - 1)
         # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
             shared.tile_box.read_tile(turn, tile)
             shared.tile_box.release(turn)
         else:
-            tile.start(T.shfl_sync(number, 0), counts, blocks)
+            tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
         key = tile.first_key + 64 * w
-        store_gradients(
-            problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks
-        )
-        if dynamic and not frees_V:
+        store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
+        if dynamic and not key_pass.frees_V:
             wait_for_stores()  # costs nothing: the next keys have not arrived either
-            shared.V.release(key_step(config, turn, w))
+            shared.V.release(step.key_step)
 
     @T.macro
-    def consume(w, number, order, counts, tiles, shared, softmax_scale, options):
-        tile = bwd_tiles.KeyTile(order, block_N, split=config.is_split)
-        blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
+    def consume(w, number, tile_order, launch):
+        shared = launch.shared
+        tile = bwd_tiles.KeyTile(tile_order, block_N, split=config.is_split)
+        blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
             fill_bias_columns(w, shared.bias_columns, consumers)
             turn = T.alloc_var("int32", init=0)
@@ -398,19 +153,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             while not shared.tile_box.at_end(turn):
                 shared.tile_box.read_tile(turn, tile)
                 shared.tile_box.read_blocks(turn, blocks)
-                differentiate(
-                    w, number, turn, first_step, counts, tile, blocks, tiles, shared, softmax_scale, options
-                )
+                differentiate(w, number, turn, first_step, tile, blocks, launch)
                 first_step += blocks.steps
                 turn += 1
                 shared.tile_box.wait(turn)
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:
-            tile.start(number, counts, blocks)
+            tile.start(number, launch.counts, blocks)
             fill_bias_columns(w, shared.bias_columns, consumers)
             if tile.exists:
-                differentiate(w, number, 0, 0, counts, tile, blocks, tiles, shared, softmax_scale, options)
+                differentiate(w, number, 0, 0, tile, blocks, launch)
 
     @T.prim_func
     def flash_bwd_kernel(
@@ -473,28 +226,166 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, rounding)
             order_heads = heads_kv * bwd_tiles.order_parts(config, counts)
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
-            order = bwd_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
+            tile_order = bwd_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
-                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts, splits),
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts, splits),
                 *((K_parts, V_parts) if stores_parts else ()),
-                dQ=dQ_sum if makes_dqt or one_tile else None,
+                dQ=dQ_sum if key_pass.adds_own_dq or one_tile else None,
                 dQ_sum=None if one_tile else dq_sums,
                 dK=dK,
                 dV=dV,
                 dK_parts=FragmentBlocks(dK_parts, bwd_tiles.part_blocks(config, counts)),
                 dV_parts=FragmentBlocks(dV_parts, bwd_tiles.part_blocks(config, counts)),
             )
+            launch = Launch(counts, tiles, shared, options, softmax_scale, heads)
             producer = KeyTileProducer(
-                problem, config, order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
+                problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
             )
             roles.run(
                 lambda: producer.produce(number),
-                lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
+                lambda w: consume(w, number, tile_order, launch),
                 apart=dq_warpgroup(producer),
                 **further_warps(producer, number, Turns, softmax_scale),
             )
 
     return flash_bwd_kernel
+
+
+@dataclass(frozen=True)
+class KeyPassArguments:
+    """Types of the tensor arguments of flash_bwd(); False for one that the kernel lacks.
+
+    Args:
+        sizes: (batch, heads, heads_kv, seqlen_q, seqlen_k).
+        rounded_q: rows of Lse_log2 and Delta per head.
+    """
+
+    sizes: tuple[Any, ...]
+    rounded_q: Any
+    Q: Any
+    K: Any
+    V: Any
+    dO: Any
+    Lse_log2: Any
+    Delta: Any
+    dQ_sum: Any
+    dK: Any
+    dV: Any
+    dK_parts: Any
+    dV_parts: Any
+    Tickets: Any
+    Turns: Any
+    dQ: Any
+    Progress_dq: Any
+    K_parts: Any = False
+    V_parts: Any = False
+
+    @classmethod
+    def of(cls, problem: AttnProblem, config: BwdPass) -> "KeyPassArguments":
+        sizes = batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic(
+            "batch, heads, heads_kv, seqlen_q, seqlen_k"
+        )
+        columns_qk, columns_v = columns = T.dynamic("columns_qk, columns_v")
+        rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
+        batch_rows = T.dynamic("batch_rows") if problem.has("varlen") else batch
+        of_keys, lengths = (batch, seqlen_k, heads_kv), (seqlen_q, heads, seqlen_k, heads_kv)
+        key_parts = {}
+        if stores_key_parts(problem, config.makes):
+            key_parts = {
+                "K_parts": rows_argument(problem, "k", *of_keys, columns_qk),
+                "V_parts": rows_argument(problem, "v", *of_keys, columns_v),
+            }
+        # fp32: the inputs have columns of parts, or two per number
+        cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
+        rounds = config.rounds(problem)
+        split = ("k", "v") if splits_keys(problem, config.makes) else ()
+        return cls(
+            sizes,
+            rounded_q,
+            *input_arguments(problem, batch, *lengths, *columns, split=split),
+            *(T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2)),
+            dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
+            rows_argument(problem, "dk", *of_keys, cols_dk),
+            rows_argument(problem, "dv", *of_keys, cols_dv),
+            FragmentBlocks.argument(dk_blocks, problem.head_dim),
+            FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
+            T.Tensor([2], "int32") if config.is_dynamic else False,
+            T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
+            rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
+            T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
+            **key_parts,
+        )
+
+
+def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
+    """Roles of a pass by keys."""
+    makes_dq = "dq" in config.makes and not problem.is_fp32
+    registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
+    if config.dq_apart:
+        registers = FOUR_WARPS_REGISTERS if config.is_ordered or config.rounds(problem) else APART_REGISTERS
+    return Roles(
+        config.warpgroups,
+        config.threads,
+        registers,
+        one_body=False,
+        apart=config.dq_apart,
+    )
+
+
+def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None:
+    """CUDA in front of the kernel; None: none."""
+    code = prelude(problem, roles) or ""
+    if problem.has_bits and config.makes_all:
+        code += source("prefetch_bits")
+    if config.order:
+        code += source("fragments")
+    if problem.is_fp32 and not problem.has("varlen"):
+        code += source("rows")
+    if config.adds_dq and problem.is_fp32:
+        code += source("add_transposed")
+    if config.is_ordered:
+        code += source("turns")
+    if config.dq_apart:
+        code += source("add_by_tma") + source("fence_additions") * config.is_ordered
+    if config.rounds(problem):
+        packed = problem.has("varlen")
+        loop = (ALL_BLOCKS, "round_packed_dq") if packed else (BLOCKS_WITH_ROWS, "round_dq")
+        code += rounding_code(problem, *loop)
+    if config.is_dynamic and problem.has("varlen"):
+        code += source("zero")
+    if config.makes_parts:
+        code += MAKE_PARTS
+    if splits_keys(problem, config.makes):
+        code += source("split_tile")
+    return code or None
+
+
+def further_warps(producer: KeyTileProducer, number: Any, turns: Any, softmax_scale: Any) -> dict[str, Any]:
+    """Arguments of Roles.run() for the warps beside the producer. turns: of OrderKeeper."""
+    if producer.config.makes_parts:
+        ctas = producer.counts.ctas
+        make = functools.partial(producer.shared.inputs.make_share, number, ctas)
+        if not producer.dynamic:
+            return {"assist": make, "assist_warps": MAKERS}
+        return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
+    more: tuple[Callable[[], None], ...] = ()
+    if producer.config.is_ordered:
+        keeper = OrderKeeper(producer, turns)
+        more = lambda: keeper.admit(), lambda: keeper.pass_on()
+    elif producer.config.one_tile:
+        more = (lambda: send_dq(producer),)
+    elif producer.shared.rounding is not None:
+        more = (lambda: producer.shared.rounding.round(softmax_scale),)
+    return {
+        "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
+        "more": more,
+        "more_warps": ROUNDING_WARPS if producer.shared.rounding is not None else 1,
+    }
+
+
+def dq_warpgroup(producer: KeyTileProducer) -> Callable[[], None] | None:
+    """Function of the warpgroup that computes dQ; None if the consumers do."""
+    return (lambda: add_dq(producer)) if producer.config.dq_apart else None

@@ -8,6 +8,7 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_apart import DqSums
 from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.linear_bias import alloc_bias_columns
 from tl_attention.kernels.pipeline import (
@@ -22,11 +23,6 @@ from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles
 from tl_attention.part_configs import splits_keys
 from tl_attention.problem import AttnProblem
-
-
-def stages_P(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if dV reads P' from shared memory: with dropout, if dS' takes the registers of another P'. Not in fp32, see legality.py."""
-    return config.reuse_registers and "dv" in config.makes and problem.has("dropout")
 
 
 def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, TileRing | None]:
@@ -99,7 +95,11 @@ def alloc_shared_tiles(
     box = consumer_warps + walkers, has_table, late, ordered, config.has_five_counts(problem)
     Q = TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts)
     dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts)
-    P = alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P") if stages_P(problem, config) else None
+    P = (
+        alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P")
+        if KeyPass(problem, config).stages_P
+        else None
+    )
     return SharedTiles(
         Q=Q,
         dO=dO,

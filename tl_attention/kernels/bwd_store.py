@@ -1,4 +1,4 @@
-"""Stores of the backward by keys: dK and dV of 64 keys at its end, and dS' where it is the gradient of a dense bias."""
+"""Stores of the backward by keys: dK and dV of 64 keys at its end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_round import key_policy
 from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import scale
@@ -39,15 +40,11 @@ def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
 
 @T.macro
 def store_gradients(
-    problem: AttnProblem,
-    config: BwdPass,
+    key_pass: KeyPass,
     w,
     key,
-    counts,
     tile,
-    tiles,
-    shared,
-    softmax_scale,
+    launch,
     dropout,
     dk_chunks,
     dv_chunks,
@@ -58,7 +55,15 @@ def store_gradients(
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
-    makes_dk, makes_dv = "dk" in config.makes, "dv" in config.makes
+    problem, config, makes_dk, makes_dv = (
+        key_pass.problem,
+        key_pass.config,
+        key_pass.makes_dk,
+        key_pass.makes_dv,
+    )
+    counts, tiles, shared = launch.counts, launch.tiles, launch.shared
+    # TileLang 0.1.15 names the kernel argument after the variable that was bound to it last
+    softmax_scale = launch.softmax_scale
     if makes_dk:
         scale(dk_chunks, softmax_scale)
     if makes_dv:
@@ -97,37 +102,3 @@ def store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
         tiles.dK_parts.store(dk_chunks, tiles.dk_row_block(tiles.dK_parts, tile, key))
     if makes_dv:
         tiles.dV_parts.store(dv_chunks, tiles.dk_row_block(tiles.dV_parts, tile, key))
-
-
-@T.meta_class
-class BiasGradient:
-    """Stores dS' as the gradient of a dense bias, a step late: by TMA, from the shared tile that all warpgroups wait for to compute dQ.
-
-    Args:
-        on: dS' is stored so; else all methods do nothing.
-        tiles: Exchange or ExchangeRing of dS'.
-        w, key: the warpgroup and its first key.
-    """
-
-    def __init__(self, on: bool, traced: Any, tiles: Any, w: int, key: Any, name: str = "bias_gradient"):
-        self.on, self.traced, self.tiles, self.w, self.key = on, traced, tiles, w, key
-        # Position of the tile that was written last
-        self.head, self.query = (T.alloc_var("int32", init=0) if on else None for _ in range(2))
-
-    @T.inline
-    def locate(self, blocks):
-        """Note the position of the current step, before it advances."""
-        if self.on:
-            self.head[0] = blocks.head
-            self.query[0] = blocks.query
-
-    def store(self, step: Any) -> None:
-        """Start to store the tile of the step that was located last, after all warps have written it."""
-        if self.on:
-            self.traced.send_dS(self.tiles.tile(step, self.w), self.head[0], self.query[0], self.key)
-
-    @T.inline
-    def wait(self):
-        """Wait until the tile may be overwritten."""
-        if self.on:
-            wait_for_stores()

@@ -85,37 +85,6 @@ def skip_steps(first, second, step, steps, block):
             second.release(step + i)
 
 
-@T.macro
-def multiply_pieces(pieces, warpgroups, step, shared, acc_dq):
-    """Issue dQ = dS K of a step, the sum over the keys of all warpgroups, for some pieces of dQ."""
-    for i, (rows, cols) in enumerate(pieces):
-        for other in warpgroups:
-            T.wgmma_gemm(
-                shared.dS.columns(step, other, rows),
-                shared.K.tiles[other, :, cols],
-                acc_dq[i],
-                transpose_A=True,
-                policy=T.GemmWarpPolicy.FullRow,
-                clear_accum=other == 0,
-            )
-
-
-@T.macro
-def add_pieces(pieces, dQ_sum, row_block, acc_dq):
-    """Add pieces of dQ to the sums in global memory from row_block on."""
-    for i, (rows, cols) in enumerate(pieces):
-        dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
-
-
-@T.macro
-def pass_dq_on(one_tile, pieces, w, tiles, shared, dq_row_block, acc_dq, softmax_scale):
-    """Add the pieces of dQ of a warpgroup to the sums, or leave them to the warp that stores dQ."""
-    if one_tile:
-        shared.adding.write(w, acc_dq, softmax_scale)
-    else:
-        add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
-
-
 @dataclass(frozen=True)
 class KeyTileCounts:
     """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head, and one part of its query heads or queries."""

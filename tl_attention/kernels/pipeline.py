@@ -248,7 +248,8 @@ class Exchange(WrittenTiles):
         return T.mbarrier_wait_parity(self.empty[0], step % 2 ^ 1)
 
     @T.inline
-    def write(self, w, step, fragment):
+    def write(self, w, address, step, fragment):
+        """Write the tile of warpgroup w. address: as an ExchangeRing needs it; not read."""
         T.copy(fragment, self.tiles[w])
 
     @T.inline
@@ -306,7 +307,8 @@ class ExchangeRing(WrittenTiles):
         return fragment_address(self.tiles[w, 0, 0])
 
     @T.inline
-    def write(self, address, step, fragment):
+    def write(self, w, address, step, fragment):
+        """Write the tile of a step. address: of address(w)."""
         slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
         T.evaluate(store_fragment(fragment, slot))
 

@@ -109,7 +109,7 @@ DOORS = {
     "compilation/texts": "target compilation/toolkit",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs part_configs query_tiles round_configs target kernels",
-    "catalog": "problem kernel_configs legality configs",
+    "catalog": "problem program kernel_configs legality configs",
     "configs": "problem program_configs kernel_configs part_configs legality target gpus | tomli",
     "gpus": "torch",
     "target": "torch problem",

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import keyword
 import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,8 @@ from tl_attention.kernel_configs import (
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.part_configs import stores_key_parts
 from tl_attention.problem import (
-    BUCKETS,
-    DECODE,
-    DECODE_OPTIONS,
-    DEFAULT_DTYPE,
-    DIRECTIONS,
-    HALF_DTYPES,
-    JVP,
     AttnProblem,
-    buckets,
-    tile_widths,
 )
-from tl_attention.program import Program
 from tl_attention.target import SMEM_LIMIT
 
 # Fields of cubin.Report that an entry keeps
@@ -169,51 +158,17 @@ def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
 
 
 def shipped() -> dict[str, KernelKey]:
-    """Every kernel that the package ships, by name.
-
-    These are the kernels of all defaults and tuned rows in every dtype, of each option line of the grid with all options that the
-    line serves (bfloat16 for a line that float16 shares), also with keys in small pages, of decoding without options and with all
-    of them, of the forward with its derivative, and of block masks whose mask is bits (bfloat16).
-    """
-    found = [
-        *catalog.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
-        *catalog.option_kernels(DIRECTIONS[:2]),
-        *_paged_option_kernels(),
-        *catalog.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
-        *block_mask_kernels(names=(DEFAULT_DTYPE,)),
-    ]
-    return _by_name(found)
-
-
-def _paged_option_kernels() -> Iterator[KernelKey]:
-    """Forward kernels with keys in pages: for each option line of the grid with packed sequences, all its options but dropout.
-
-    Their pages are the smallest, which take the most copies and registers.
-    """
-    for problem, _ in catalog.option_problems(names=(DEFAULT_DTYPE,)):
-        options = tuple(name for name in problem.options if name != "dropout")
-        problem = replace(problem, options=options)
-        if problem.has("varlen"):
-            yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms(problem)[0]
-
-
-def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[KernelKey]:
-    """Kernels of a block mask with bits and without a score_mod, which serve every mask_mod, in some dtypes."""
-    for direction, band in (("fwd", False), ("bwd", False), ("bwd", True), ("bwd_det", False)):
-        mask = Program((), listed=True, bits=True, band=band)
-        for dtype, width in itertools.product(names, tile_widths(direction)):
-            problem = AttnProblem(dtype, *width, False, program=mask)
-            for bucket in buckets(direction):
-                yield from configs.option_config(problem, bucket, direction).kernels(problem)
+    """Every kernel that the package ships, by name: those of catalog.shipped_calls()."""
+    return _of_calls(catalog.shipped_calls())
 
 
 def pack_kernels() -> dict[str, KernelKey]:
-    """Every kernel of a whole pack, by name: the shipped ones, those of the option sets in [pack] of the grid, and of block masks."""
-    return _by_name([*shipped().values(), *catalog.pack_option_kernels(), *block_mask_kernels()])
+    """Every kernel of a whole pack, by name: those of catalog.pack_calls()."""
+    return _of_calls(catalog.pack_calls())
 
 
-def _by_name(kernels: Iterable[KernelKey]) -> dict[str, KernelKey]:
-    kernels = set(kernels)
+def _of_calls(calls: Iterable[catalog.CallKind]) -> dict[str, KernelKey]:
+    kernels = {kernel for call in calls for kernel in call.kernels}
     named = {kernel_name(*kernel): kernel for kernel in kernels}
     if len(named) < len(kernels):
         raise RuntimeError("two kernels have the same name")

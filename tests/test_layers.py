@@ -134,7 +134,8 @@ DOORS = {
     "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
-    "compilation/toolkit problem program kernel_configs part_configs legality target | tilelang tvm",
+    "compilation/toolkit problem program kernel_configs part_configs legality target | tilelang tvm compilation/shadows",
+    "compilation/shadows": "torch configs compilation/compiler problem program tracing/trace",
     "version": "",
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus testing | launch launch/splits options",

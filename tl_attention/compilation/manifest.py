@@ -1,4 +1,6 @@
-"""Manifest of the shipped kernels, configs/kernels.json: the hash of each kernel's text and what the compiler made of it.
+"""Manifest of kernels: configs/kernels.json has the hash of each shipped kernel's text and what the compiler made of it.
+
+configs/texts.json has the hash alone, of the other kernels of a pack and of the shadow kernels of shadows.py.
 
 The hash covers the kernel as TileLang traces it (TIR) and the options of its compiler passes. TileLang and nvcc are pinned,
 so an equal hash means an equal kernel: a change that should not touch a kernel shows an unchanged hash. Names of variables and
@@ -7,6 +9,7 @@ values that are bound to one are not in it, the order of operations and all sync
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import importlib.metadata
 import json
@@ -152,6 +155,11 @@ def manifest_path() -> Path:
     return configs.data_dir() / "kernels.json"
 
 
+def texts_path() -> Path:
+    """The hashes of the texts of other kernels."""
+    return configs.data_dir() / "texts.json"
+
+
 def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
     """Key of a kernel in the manifest: bf16 d128 causal, 128x128x2 dynamic q2"""
     return f"{problem}, {config}"
@@ -173,6 +181,21 @@ def _of_calls(calls: Iterable[catalog.CallKind]) -> dict[str, KernelKey]:
     if len(named) < len(kernels):
         raise RuntimeError("two kernels have the same name")
     return dict(sorted(named.items()))
+
+
+def traced_kernels() -> dict[str, KernelKey]:
+    """Every kernel whose text has a hash, by name: those of a pack, then shadow kernels, named by their kind, too."""
+    from tl_attention.compilation import shadows
+
+    of_pack = pack_kernels()
+    known = {*of_pack.values()}
+    shadow = {
+        f"{kind}: {kernel_name(*kernel)}": kernel
+        for kind, kernels in shadows.shadow_kernels().items()
+        for kernel in kernels
+        if kernel not in known
+    }
+    return of_pack | dict(sorted(shadow.items()))
 
 
 def text_hash(problem: AttnProblem, config: KernelConfig) -> str:
@@ -323,6 +346,19 @@ def all_faults(manifest: Manifest) -> dict[str, list[str]]:
     return {name: texts for name, texts in judged.items() if texts}
 
 
+def committed_texts() -> dict[str, str]:
+    """Text hash per kernel name in both files."""
+    path = texts_path()
+    others = json.loads(path.read_text()) if path.exists() else {}
+    return {name: kernel["text"] for name, kernel in Manifest.read().kernels.items()} | others
+
+
+def format_texts(texts: dict[str, str]) -> str:
+    """JSON with one kernel per line, sorted."""
+    rows = ",\n".join(f' "{name}": "{texts[name]}"' for name in sorted(texts))
+    return f"{{\n{rows}\n}}\n"
+
+
 @dataclass(frozen=True)
 class Difference:
     """Names of kernels by how they differ from the committed manifest."""
@@ -342,43 +378,67 @@ class Difference:
         return "\n".join([*lines, counts if lines else f"no hash changed: {len(self.same)} the same"])
 
 
-def compare(hashes: dict[str, str], manifest: Manifest) -> Difference:
-    """Compare the text hashes of today's kernels with the manifest's."""
-    old = {name: kernel["text"] for name, kernel in manifest.kernels.items()}
+def compare(hashes: dict[str, str], old: dict[str, str], names: Iterable[str] = ()) -> Difference:
+    """Compare the text hashes of today's kernels, or of a sample, with those of the files.
+
+    Args:
+        old: committed_texts().
+        names: kernels of today whose text is not compared.
+    """
+    today = {*hashes, *names}
     return Difference(
-        new=tuple(name for name in hashes if name not in old),
+        new=tuple(sorted(today - {*old})),
         changed=tuple(name for name in hashes if name in old and hashes[name] != old[name]),
-        gone=tuple(name for name in old if name not in hashes),
+        gone=tuple(name for name in old if name not in today),
         same=tuple(name for name in hashes if hashes[name] == old.get(name)),
     )
 
 
+def every(kernels: dict[str, KernelKey], step: int, seed: int) -> dict[str, KernelKey]:
+    """One kernel in `step`, in the order of names, which has kernels of one kind together. Seeds 0 to step - 1 have different ones."""
+    return dict(list(kernels.items())[seed % step :: step])
+
+
+def check(jobs: int | None = None, step: int = 1) -> Difference:
+    """Trace kernels, one in `step`, which are others each day, and compare their hashes with those of the files."""
+    kernels = traced_kernels()
+    sample = every(kernels, step, datetime.date.today().toordinal())
+    return compare(trace_all(sample, jobs), committed_texts(), kernels)
+
+
 def trace_all(kernels: dict[str, KernelKey], jobs: int | None = None) -> dict[str, str]:
     """Text hash per kernel name, traced by several processes."""
-    hashes = dict(_in_processes(text_hash, kernels.values(), jobs))
+    hashes = dict(_in_processes(text_hash, dict.fromkeys(kernels.values()), jobs))
     return {name: hashes[kernel] for name, kernel in kernels.items()}
 
 
 def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Difference:
-    """Compile what changed or has no numbers, write the manifest, and return what changed.
+    """Trace all kernels, compile shipped ones that changed or have no numbers, write both files, and return what changed.
 
-    All is compiled where a compiler version changed.
+    All shipped ones are compiled where a compiler version changed.
     """
     manifest, versions, kernels = Manifest.read(), compiler_versions(), shipped()
-    difference = compare(trace_all(kernels, jobs), manifest)
-    without_numbers = (name for name in difference.same if not has_numbers(manifest.kernels[name]))
-    stale = [*difference.new, *difference.changed, *without_numbers]
-    if versions != manifest.versions:
-        stale = list(kernels)
+    hashes = trace_all(traced_kernels(), jobs)
+    difference = compare(hashes, committed_texts())
+    stale = list(kernels)
+    if versions == manifest.versions:
+        stale = [name for name in kernels if not _is_fresh(manifest.kernels.get(name, {}), hashes[name])]
     say(f"{len(stale)} of {len(kernels)} kernels to compile")
     names = {kernels[name]: name for name in stale}
     table = {name: manifest.kernels[name] for name in kernels if name not in stale}
     for number, (kernel, values) in enumerate(_in_processes(entry, names, jobs), 1):
         table[names[kernel]] = values
         say(f"{number}/{len(stale)} {names[kernel]}")
-    path = manifest_path()
-    path.write_text(Manifest(versions, table).format())
+    manifest_path().write_text(Manifest(versions, table).format())
+    texts_path().write_text(
+        format_texts({name: text for name, text in hashes.items() if name not in kernels})
+    )
     return difference
+
+
+def _is_fresh(found: dict[str, Any], text: str) -> bool:
+    """True for an entry of a compiled kernel with this text."""
+    return found.get("text") == text and has_numbers(found)
 
 
 def _in_processes(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import sys
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ import performance
 import rows as row_files
 import run
 import tables
-from libraries import fa2, flashinfer
 from providers import PROVIDERS
 from test_bench_report import fake_row, store
 
@@ -205,78 +202,6 @@ def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) 
 
 
 @pytest.mark.parametrize(
-    ("name", "can"),
-    [("fa2", "yynnn"), ("cudnn", "yynnn"), ("fa4", "nnnnn"), ("fa3", "nnnnn"), ("flashinfer", "nnnnn")],
-)
-def test_decode_libraries_get_what_they_can(
-    name: str, can: str, ours: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for backend in ("flash", "cudnn"):
-        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{backend}_attention", fake_sdpa)
-    for text, yes in zip(SMALL, can, strict=True):
-        shape, provider = Shape.parse(text), PROVIDERS[name]
-        inputs, _ = caches_of(shape).copies(shape, provider.decode_layout)
-        if yes == "n":
-            with pytest.raises(library.Unsupported):
-                provider.function("decode")(shape, *inputs, saves=False)
-            continue
-        result = provider.function("decode")(shape, *inputs, saves=False).launch(*inputs)
-        row = decode.verify(shape, provider.decode_layout, result, inputs)
-        assert row["correct"], row["reason"]
-
-
-def test_decode_other_caches_are_called_by_their_names(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-
-    def fake(module: str, name: str) -> Callable:
-        def attend(*given: torch.Tensor, page_table: torch.Tensor | None = None, **options: object) -> tuple:
-            called.append((module, name, page_table is not None))
-            return (*cached(*given, block_table=page_table, **options), None)
-
-        return attend
-
-    monkeypatch.setattr(library, "import_function", fake)
-    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": True)
-    shape = Shape.parse(SMALL[4])
-    inputs, _ = caches_of(shape).copies(shape, "bshd")
-    result = PROVIDERS["fa3"].function("decode")(shape, *inputs, saves=False).launch(*inputs)
-    assert decode.verify(shape, "bshd", result, inputs)["correct"]
-    assert called == [("flash_attn_interface", "flash_attn_with_kvcache", True)]
-    with pytest.raises(library.Unsupported, match="multiples of 256 keys"):
-        PROVIDERS["fa2"].function("decode")(shape, *inputs, saves=False)
-
-
-def test_decode_fa4_is_told_lengths_and_pages_and_no_splits(
-    ours: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = []
-
-    def fake(module: str, name: str) -> Callable:
-        def attend(
-            *given: torch.Tensor, causal: bool, return_lse: bool = False, **options: torch.Tensor
-        ) -> tuple:
-            called.append((module, name, *options))
-            if name == "flash_attn_func":
-                return attention_reference(*given, causal=causal)[0].to(given[0].dtype), None
-            seqlens, pages = options.pop("seqused_k"), options.pop("page_table")
-            assert not options and return_lse
-            names = {"cache_seqlens": seqlens, "block_table": pages, "return_softmax_lse": True}
-            return cached(*given, causal=causal, **names)
-
-        return attend
-
-    monkeypatch.setattr(library, "import_function", fake)
-    for text in SMALL:
-        shape = Shape.parse(text)
-        inputs, _ = caches_of(shape).copies(shape, "bshd")
-        result = PROVIDERS["fa4"].function("decode")(shape, *inputs, saves=False).launch(*inputs)
-        row = decode.verify(shape, "bshd", result, inputs)
-        assert row["correct"], row["reason"]
-    given = ("flash_attn.cute", "flash_attn_varlen_func", "seqused_k", "page_table")
-    assert called == [("flash_attn.cute", "flash_attn_func")] * 2 + [given] * 3
-
-
-@pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("fa4", "1,2,1,1,64,576,512,full", "at most 256"),
@@ -292,54 +217,6 @@ def test_decode_libraries_say_what_they_do_not_take(name: str, text: str, words:
     shape = Shape.parse(text)
     (row,) = decode.measure(shape, caches_of(shape), [name], 3)
     assert row["status"] == "skipped" and re.search(words, row["reason"]), row["reason"]
-
-
-class FlashInfer:
-    """BatchDecodeWithPagedKVCacheWrapper, by the reference."""
-
-    made: ClassVar[list] = []
-
-    def __init__(self, workspace: torch.Tensor, layout: str, *, use_tensor_cores: bool) -> None:
-        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
-        self.made.append(use_tensor_cores)
-
-    def plan(
-        self,
-        ends: torch.Tensor,
-        indices: torch.Tensor,
-        last: torch.Tensor,
-        *sizes: int,
-        **dtypes: torch.dtype,
-    ) -> None:
-        assert ends.dtype == indices.dtype == last.dtype == torch.int32
-        self.of_pages = [indices[a:b] for a, b in itertools.pairwise(ends)]
-        self.last, self.sizes, self.dtypes = last, sizes, dtypes
-
-    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        assert self.sizes == (q.shape[1], *(caches[0].shape[i] for i in (2, 3, 1)))
-        assert set(self.dtypes.values()) == {q.dtype}
-        outs = []
-        for entry, (pages, last) in enumerate(zip(self.of_pages, self.last.tolist(), strict=True)):
-            end = (len(pages) - 1) * self.sizes[-1] + last
-            k, v = (x[pages].flatten(0, 1)[None, :end] for x in caches)
-            outs.append(attention_reference(q[entry, None, None], k, v)[0][:, 0])
-        return torch.cat(outs).to(q.dtype)
-
-
-@pytest.mark.parametrize("text", ["3,8,2,1,50,32,full,page=16", "5,2,2,1,300,32,full,page=16,ragged"])
-def test_decode_flashinfer_is_planned_once_for_each_table(
-    text: str, ours: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "import_function", lambda module, name: FlashInfer)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1)
-    FlashInfer.made.clear()
-    shape = Shape.parse(text)
-    copies = caches_of(shape).copies(shape, "bshd")
-    launch = PROVIDERS["flashinfer"].function("decode")(shape, *copies[0], saves=False).launch
-    for inputs in [*copies, *copies]:
-        row = decode.verify(shape, "bshd", launch(*inputs), inputs)
-        assert row["correct"], row["reason"]
-    assert FlashInfer.made == [shape.heads_q == 8] * 2
 
 
 def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:

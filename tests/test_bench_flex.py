@@ -77,20 +77,6 @@ def test_bench_flex_says_what_it_cannot() -> None:
         flex.efficient(shape_of("half"), needs)
 
 
-def test_bench_flex_asks_for_the_kernels_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs, seen = flex.options.tensors(shape_of("causal"), torch.bfloat16, CPU), []
-    with pytest.raises(library.Unsupported, match=r"flash_attn.cute.flash_attn_func cannot be imported"):
-        flex.flex_by_fa4(shape_of("causal"), needs)
-    monkeypatch.setattr(flex, "import_function", lambda module, name: None)
-    with pytest.raises(library.Unsupported, match="no captured tensors that need a gradient"):
-        flex.flex_by_fa4(shape_of("relative"), needs)
-    monkeypatch.setattr(torch, "compile", lambda attend, **_: lambda *qkv, **found: seen.append(found))
-    for attend in (flex.flex_by_fa4, flex.torch_flex):
-        attend(shape_of("causal"), needs)(None, None, None)
-    assert [found["kernel_options"] for found in seen] == [{"BACKEND": "FLASH"}, None]
-    assert all(found["block_mask"] is not None and found["score_mod"] is None for found in seen)
-
-
 @pytest.mark.parametrize(
     "words",
     [

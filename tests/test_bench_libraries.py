@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fwd_bwd
 import library
-from libraries import cudnn, fa2, fa3, fa4, naive
+from libraries import cudnn, fa3, naive
 from providers import PROVIDERS
 
 SHAPE = "1,2,2,48,48,32,32,causal"
@@ -83,78 +83,6 @@ def test_bench_library_is_right(name: str, shape: str, direction: str, on_cpu: N
             assert found["correct"], found["reason"]
 
 
-class FakeFlash:
-    """The functions of FlashAttention-2 and -3, by naive, with their argument lists."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape, self.deterministic = shape, None
-
-    def flash_attn_func(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, return_attn_probs: bool
-    ) -> object:
-        assert causal == self.shape.causal
-        out, _ = self._bhsd(naive.forward(self.shape, q, saves=True), q, k, v)
-        lse = torch.zeros(out.shape[0], out.shape[2], out.shape[1])
-        return (out, lse, None) if return_attn_probs else out
-
-    def fa3_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        softmax_lse: torch.Tensor,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-    ) -> None:
-        assert (softmax_scale, causal) == (self.shape.head_dim**-0.5, self.shape.causal)
-        assert softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-        backward = naive.backward(self.shape, False, dout.transpose(1, 2))
-        found = backward.launch(*(x.transpose(1, 2) for x in (dout, q, k, v, out)), None)
-        for grad, x in zip((dq, dk, dv), found, strict=True):
-            grad.copy_(x.transpose(1, 2))
-
-    def fa2_backward(self, *tensors: torch.Tensor, dropout_p: float, **options: object) -> None:
-        self.deterministic = options.pop("deterministic")
-        absent = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-        assert dropout_p == 0.0 and absent.items() <= options.items()
-        self.fa3_backward(*tensors, options["softmax_scale"], options["causal"])
-
-    def _bhsd(self, ready: library.Ready, *inputs: torch.Tensor) -> library.Result:
-        out, lse = ready.launch(*(x.transpose(1, 2) for x in inputs))
-        return out.transpose(1, 2), lse
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("name", ["fa2", "fa3"])
-def test_bench_flash_packages_are_called_by_their_arguments(
-    name: str, direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = Shape.parse("2,4,2,33,33,32,causal")
-    fake = FakeFlash(shape)
-    functions = {
-        "flash_attn_func": fake.flash_attn_func,
-        "_flash_attn_backward": fake.fa2_backward if name == "fa2" else fake.fa3_backward,
-    }
-    monkeypatch.setattr(library, "import_function", lambda module, function: functions[function])
-    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": True)
-    copies = fwd_bwd.make_copies(shape, torch.bfloat16, direction)
-    ready, inputs = library.prepare(PROVIDERS[name], shape, direction, copies)
-    result = ready.launch(*inputs[0])
-    if direction == "fwd":
-        assert result[1] is None, "out alone is asked for"
-    found = fwd_bwd.verify(name, shape, direction, result, copies[0])
-    assert found["correct"], found["reason"]
-    if (name, direction) == ("fa2", "bwd"):
-        library.prepare(PROVIDERS[name], shape, "bwd_det", copies)
-        assert fake.deterministic
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -173,33 +101,6 @@ def test_bench_refusal_of_a_library_is_no_error(error: Exception, words: str | N
 
     with pytest.raises(library.Unsupported if words else RuntimeError, match=words):
         library.tried(refuse)
-
-
-def test_bench_fa3_backward_with_other_arguments_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(dout, q, k, v, out, softmax_lse, cu_seqlens_q, dq, dk, dv, softmax_scale, causal):
-        raise AssertionError
-
-    monkeypatch.setattr(library, "import_function", lambda module, name: other)
-    with pytest.raises(library.Unsupported, match="has other arguments: dout, q, k, v, out, softmax_lse, cu"):
-        fa3.backward(Shape.parse(SHAPE), False)
-
-
-def test_bench_cudnn_has_a_dense_bottom_right_bias(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *rest: object
-    ) -> tuple:
-        assert rest == (False, 0.0, bias is None)
-        options = {"attn_mask": bias, "is_causal": bias is None, "enable_gqa": True}
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options), None
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attend)
-    for text in ("2,4,2,20,47,64,causal", "1,2,2,33,33,32,causal"):
-        shape = Shape.parse(text)
-        ((q, k, v),) = fwd_bwd.make_copies(shape, torch.bfloat16, "fwd", warm=True)
-        inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        ready, (given,) = library.prepare(PROVIDERS["cudnn"], shape, "fwd", [inputs])
-        assert fwd_bwd.verify("cudnn", shape, "fwd", ready.launch(*given), (q, k, v))["correct"]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -266,68 +167,3 @@ def test_bench_checks_take_seconds() -> None:
         heads = len(chosen[0]) if chosen else shape.batch * shape.heads_q
         flops = counts.fwd_flops(shape) / (shape.batch * shape.heads_q) * heads
         assert flops < 10e12, name  # 0.2 s at 50 TFLOPS
-
-
-class Named(str):
-    """A tensor that is only a name."""
-
-    def transpose(self, *_: int) -> Named:
-        return self
-
-
-SYNONYMS = {"output": "out", "rng_state": "philox_seed", "unused": "philox_offset"}
-
-
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("fa2", "_scaled_dot_product_flash_attention"),
-        ("cudnn", "_scaled_dot_product_cudnn_attention"),
-    ],
-)
-def test_bench_sdpa_backward_gets_what_its_schema_asks_for(
-    name: str, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backward = getattr(torch.ops.aten, f"{op}_backward").default._schema.arguments
-    made = [Named(SYNONYMS.get(x.name, x.name)) for x in getattr(torch.ops.aten, op).default._schema.returns]
-    given: list[object] = []
-
-    def record(*arguments: object) -> tuple[Named, ...]:
-        given[:] = arguments
-        return (Named("dq"), Named("dk"), Named("dv"))
-
-    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": False)
-    monkeypatch.setattr(torch.ops.aten, op, lambda *_: tuple(made))
-    monkeypatch.setattr(torch.ops.aten, f"{op}_backward", record)
-    inputs = tuple(map(Named, ("grad_out", "query", "key", "value")))
-    ready, (call,) = library.prepare(PROVIDERS[name], Shape.parse(SHAPE), "bwd", [inputs])
-    assert ready.launch(*call) == ("dq", "dk", "dv")
-    constants = {"dropout_p": 0.0, "is_causal": True, "attn_bias": None}
-    assert given == [constants.get(x.name, x.name) for x in backward if not x.kwarg_only]
-
-
-def test_bench_sdpa_backward_is_deterministic_while_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(*_: object) -> tuple[Named, ...]:
-        seen.append(torch.are_deterministic_algorithms_enabled())
-        assert seen[-1] != torch.utils.deterministic.fill_uninitialized_memory
-        return ()
-
-    seen: list[bool] = []
-    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": False)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", record)
-    for deterministic in (False, True):
-        ready = fa2.backward(Shape.parse(SHAPE), deterministic)
-        ready.launch(*map(Named, ("dout", "q", "k", "v", "out", "lse")), *range(7))
-    assert seen == [False, True]
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_bench_fa4_backward_is_called_by_keyword(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ("dout", "q", "k", "v", "out", "lse")
-    monkeypatch.setattr(library, "import_function", lambda module, name: lambda **given: given)
-    given = fa4.backward(Shape.parse(SHAPE), deterministic).launch(*names)
-    assert given == {name: name for name in names} | {"causal": True, "deterministic": deterministic}

@@ -28,7 +28,7 @@ import peers
 import performance
 import rows as row_files
 import tables
-from libraries import fa2, ours
+from libraries import ours
 from providers import PROVIDERS
 from test_bench_report import fake_row, store
 
@@ -198,108 +198,6 @@ def test_bench_check_sees_that_an_option_is_left_out(
         return
     found, _ = attempt("tl_attention", shape, direction)
     assert found["status"] == "wrong"
-
-
-def fake_fa4(module: str, name: str) -> Callable:
-    """FlashAttention 4's functions, by way of ours."""
-    import tl_attention
-
-    def attend(
-        *qkv: torch.Tensor, window_size: tuple, return_lse: bool, **options: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert module == "flash_attn.cute"
-        window = tuple(-1 if bound is None else bound for bound in window_size)
-        options |= {"window_size": window, "return_attn_probs": return_lse}
-        return getattr(tl_attention, name)(*qkv, **options)[:2]
-
-    return attend
-
-
-def fake_varlen_attn(*given: torch.Tensor, window_size: tuple[int, int]) -> torch.Tensor:
-    import tl_attention
-
-    return tl_attention.flash_attn_varlen_func(*given, window_size=window_size)
-
-
-def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor]:
-    """Both of PyTorch's ops, which end in dropout_p and is_causal."""
-    *_, dropout_p, causal = rest
-    given = {"dropout_p": dropout_p, "is_causal": causal, "enable_gqa": True}
-    return (torch.nn.functional.scaled_dot_product_attention(q, k, v, **given),)
-
-
-CAN = {  # of SMALL, in its order
-    "fa2": "nyynnnyynyy",
-    "cudnn": "nnnnnnynnyn",
-    "fa4": "yyyynynynyy",
-    "flex": "yynyyynynyy",
-}
-
-
-@pytest.fixture
-def fake_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(module: str, name: str) -> Callable:
-        return fake_varlen_attn if name == "varlen_attn" else fake_fa4(module, name)
-
-    real = library.import_function
-    monkeypatch.setattr(
-        library, "import_function", lambda *at: real(*at) if at[0] == "tl_attention" else fake(*at)
-    )
-    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": False)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-
-
-@pytest.fixture
-def sdpa_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for backend in ("flash", "cudnn"):
-        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{backend}_attention", fake_sdpa)
-
-
-@pytest.mark.usefixtures("on_cpu", "fake_libraries")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize(
-    ("name", "shape", "can"),
-    [(name, *row) for name, cans in CAN.items() for row in zip(SMALL, cans, strict=True)],
-)
-def test_bench_library_gets_its_options_or_says_why_not(
-    name: str, shape: str, can: str, direction: str, request: pytest.FixtureRequest
-) -> None:
-    shape = Shape.parse(shape)
-    if name != "flex":
-        request.getfixturevalue("sdpa_on_cpu")
-    elif direction == "bwd":
-        pytest.skip("flex_attention has no backward on a CPU")
-    torch.manual_seed(0)
-    if name == "fa2" and shape.heads_q != shape.heads_kv and can == "y" and not shape.options.dropout:
-        with pytest.raises(library.Unsupported, match="no GQA"):
-            attempt(name, shape, direction)
-        shape = replace(shape, heads_q=shape.heads_kv)
-    if can == "n":
-        with pytest.raises(library.Unsupported):
-            attempt(name, shape, direction)
-        return
-    found, result = attempt(name, shape, direction)
-    assert found["correct"], found["reason"]
-    if direction == "bwd" and shape.options.packed:
-        assert len({x.untyped_storage().data_ptr() for x in result}) == 1
-
-
-@pytest.mark.usefixtures("on_cpu", "fake_libraries", "sdpa_on_cpu")
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_bench_own_dropout_masks_are_checked_on_average(
-    direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = Shape.parse("2,4,4,256,256,32,32,causal,dropout=0.1")
-    torch.manual_seed(0)
-    found, _ = attempt("cudnn", shape, direction)
-    assert found["correct"], found["reason"]
-    sdpa = torch.ops.aten._scaled_dot_product_cudnn_attention
-    unscaled = lambda *given: (0.9 * sdpa(*given)[0],)  # noqa: E731
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", unscaled)
-    found, _ = attempt("cudnn", shape, direction)
-    assert found["status"] == "wrong"
-    assert "of that without dropout on average" in found["reason"]
 
 
 @pytest.mark.usefixtures("on_cpu")

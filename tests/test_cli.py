@@ -205,6 +205,7 @@ def test_seconds(text, expected):
         (["tune", "--jobs", "0"], "argument --jobs: expected a whole number, at least 1, got '0'"),
         (["compile", "--jobs", "-3"], "argument --jobs: expected a whole number, at least 1, got '-3'"),
         (["pack", "--jobs", "0"], "argument --jobs: expected a whole number, at least 1, got '0'"),
+        (["manifest", "--check", "--every", "0"], "argument --every: expected .*, got '0'"),
         (["manifest", "--jobs", "many", "--check"], "argument --jobs: expected .*, got 'many'"),
         (["tune", "--shapes", "articel"], "--shapes: shape 'articel': not in configs/shapes.toml"),
         (["config", "d128", "sideways"], "tl-attention config: expected a dtype .*; got 'sideways'"),
@@ -473,9 +474,11 @@ def test_compile_of_decode_shapes_with_options(compiled):
 
 @pytest.fixture
 def one_kernel(monkeypatch, tmp_path):
-    """A manifest file, and two shipped kernels: one with the hash of the file, one that is new."""
+    """A manifest, and two shipped kernels, one with the hash of the file, one that is new; and a shadow kernel, which is new."""
     kernel = catalog.shipped_kernels(["bwd"])[0]
     monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
+    monkeypatch.setattr(manifest, "traced_kernels", lambda: dict.fromkeys(("a", "b", "c: c"), kernel))
+    monkeypatch.setattr(manifest, "texts_path", lambda: tmp_path / "texts.json")
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1234"))
     monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234", "registers": 2})
     monkeypatch.setattr(
@@ -493,8 +496,16 @@ def one_kernel(monkeypatch, tmp_path):
 
 def test_manifest_check_prints_what_differs(one_kernel, capsys):
     before = one_kernel.read_text()
-    assert cli.main(["manifest", "--check"]) == 1
-    assert "new: b\n" in capsys.readouterr().out
+    for sample in ([], ["--every", "2"], ["--every", "3"]):
+        assert cli.main(["manifest", "--check", *sample]) == 1
+        assert "new: b\nnew: c: c\n" in capsys.readouterr().out
+    assert one_kernel.read_text() == before
+
+
+def test_manifest_every_is_of_a_check(one_kernel, capsys):
+    before = one_kernel.read_text()
+    assert cli.main(["manifest", "--every", "2"]) == 2
+    assert "--every: expected with --check" in capsys.readouterr().out
     assert one_kernel.read_text() == before
 
 
@@ -511,7 +522,8 @@ def test_manifest_writes_what_is_new(one_kernel, capsys, monkeypatch):
     monkeypatch.setattr(manifest, "new_faults", lambda name, kernel, found: [])
     assert cli.main(["manifest", "--jobs", "1"]) == 0
     assert cli.main(["manifest", "--check"]) == 0
-    assert "no hash changed: 2 the same" in capsys.readouterr().out
+    assert "no hash changed: 3 the same" in capsys.readouterr().out
+    assert (one_kernel.parent / "texts.json").read_text() == '{\n "c: c": "1234"\n}\n'
     monkeypatch.setattr(configs, "installed", lambda: True)
     assert cli.main(["manifest"]) == 2
 

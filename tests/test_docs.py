@@ -18,10 +18,7 @@ PAGES = [
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MAX_README_LINES = 100
-MAX_NOTE_LINES = 60
 NOTES = sorted((ROOT / "docs/notes").glob("2*.md"))
-LONG_PAGES = [page for page in PAGES if len(page.read_text().splitlines()) > 250]
 
 BLOCKS = [
     pytest.param(code, id=f"{page.name}-{number}")
@@ -39,12 +36,6 @@ TINY = {
     "cuda": "cpu", "4096": "64", "1500": "20", "2596": "44", "100,": "40,", "8192": "128", "4000": "40", "5000": "50",
     "512, 513": "20, 21", "        512,": "        20,", "513, 32": "21, 32", "3000": "90", "3200": "96", "1000, 1700": "10, 20",
 }  # fmt: skip
-
-
-def test_docs_readme_is_short():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= MAX_README_LINES
-    assert max(map(len, lines)) <= 400, "a longer line is a paragraph: put it in docs/"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -70,17 +61,17 @@ def test_docs_links_name_headings(page):
 
 
 @pytest.mark.parametrize("page", NOTES, ids=lambda page: page.name)
-def test_docs_note_is_one_decision(page):
-    text = page.read_text()
-    assert len(text.splitlines()) <= MAX_NOTE_LINES
+def test_docs_note_is_in_the_index(page):
     index = (page.parent / "README.md").read_text()
     assert f"[{page.name}]({page.name})" in index, "docs/notes/README.md has a line per note"
 
 
-@pytest.mark.parametrize("page", LONG_PAGES, ids=lambda page: page.name)
-def test_docs_long_pages_begin_with_their_contents(page):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_docs_contents_name_all_headings(page):
     text = page.read_text()
-    top = text[: text.index("\n## ")]
+    top = text.partition("\n## ")[0]
+    if top.count("](#") < 2:  # a page without contents
+        return
     titles = [
         title.partition(" (2")[0] for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
     ]  # without its date

@@ -109,7 +109,7 @@ DOORS = {
     "compilation/texts": "target compilation/toolkit",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs part_configs query_tiles round_configs target kernels",
-    "catalog": "problem kernel_configs legality configs",
+    "catalog": "problem program kernel_configs legality configs",
     "configs": "problem program_configs kernel_configs part_configs legality target gpus | tomli",
     "gpus": "torch",
     "target": "torch problem",
@@ -134,7 +134,8 @@ DOORS = {
     "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
-    "compilation/toolkit problem program kernel_configs part_configs legality target | tilelang tvm",
+    "compilation/toolkit problem program kernel_configs part_configs legality target | tilelang tvm compilation/shadows",
+    "compilation/shadows": "torch configs compilation/compiler problem program tracing/trace",
     "version": "",
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus testing | launch launch/splits options",
@@ -251,36 +252,20 @@ def factory():
     assert last == ("tilelang", False)
 
 
-def import_without_extras(*modules: str) -> None:
-    """Import modules in a process with torch alone (None in sys.modules: not installed), which must not initialize CUDA."""
+def test_layers_import_needs_torch_alone_and_no_more_than_it_uses():
+    """Import all but kernels in a process with torch alone (None in sys.modules: not installed)."""
+    files = [path for path in FILES if path.parts[0] != "kernels" and path.stem != "__init__"]
     code = f"""
 import importlib, sys
 sys.modules.update(dict.fromkeys(("tilelang", "tvm_ffi", "triton", "rich", "matplotlib")))
-for module in {modules}:
+import tl_attention
+for later in ("torch._dynamo", "tl_attention.distributed", "tl_attention.tracing.trace"):
+    assert later not in sys.modules, f"import tl_attention imports {{later}}, which takes time for all"
+assert tl_attention.distributed.shard.__name__ == "shard" and not hasattr(tl_attention, "x")
+for module in {[".".join(("tl_attention", *path.with_suffix("").parts)) for path in files]}:
     importlib.import_module(module)
 import torch
 assert not torch.cuda.is_initialized()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
-
-
-def test_layers_import_needs_torch_alone():
-    import_without_extras("tl_attention")
-
-
-def test_layers_import_does_not_import_the_compiler_of_torch():
-    code = "import sys, tl_attention; print('torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.stdout.strip() == "False", f"{done.stdout}{done.stderr}: a second of import for all"
-
-
-def test_layers_public_modules_are_imported_at_their_first_use():
-    code = "import sys, tl_attention as t; print('tl_attention.distributed' in sys.modules, t.distributed.shard.__name__, hasattr(t, 'x'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.stdout.strip() == "False shard False", f"{done.stdout}{done.stderr}"
-
-
-def test_layers_every_room_but_kernels_needs_torch_alone():
-    files = [path for path in FILES if path.parts[0] != "kernels" and path.stem != "__init__"]
-    import_without_extras(*(".".join(("tl_attention", *path.with_suffix("").parts)) for path in files))

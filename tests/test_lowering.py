@@ -6,7 +6,6 @@ the hashes of their texts and the numbers recorded for them.
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from seeds import commit_seed
 
 from tl_attention import catalog, configs
 from tl_attention.compilation import building, compiler, cubin, manifest, store, toolkit
@@ -33,20 +33,10 @@ SHIPPED = manifest.shipped()
 COMMITTED = manifest.Manifest.read()
 
 
-def sample_seed() -> int:
-    """Seed of the sample: the hash of the checked-out commit, or the day where there is no git."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return datetime.date.today().toordinal()
-    return int(run.stdout, 16)
-
-
 def pytest_generate_tests(metafunc):
     if "shipped_kernel" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-kernels")
-        names = list(SHIPPED) if everything else manifest.sample(SHIPPED, sample_seed(), SAMPLED)
+        names = list(SHIPPED) if everything else manifest.sample(SHIPPED, commit_seed(), SAMPLED)
         metafunc.parametrize("shipped_kernel", names)
 
 

@@ -1,4 +1,7 @@
-"""The manifest: every shipped kernel has its entry, and each entry the text of today's kernel and numbers without faults."""
+"""The manifest: every kernel has its entry, and each entry the text of today's kernel, if it ships also numbers without faults.
+
+A sample is traced, which differs from commit to commit; `pytest --all-kernels` and `tl-attention manifest --check` trace all.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from seeds import commit_seed
 
-from tl_attention.compilation import compiler, manifest, toolkit
+from tl_attention.compilation import compiler, manifest, shadows, toolkit
 from tl_attention.compilation.manifest import Manifest, compare, faults
 from tl_attention.kernel_configs import (
     BwdDelta,
@@ -27,27 +31,38 @@ from tl_attention.problem import AttnProblem
 from tl_attention.target import SMEM_LIMIT
 
 SHIPPED = manifest.shipped()
+TRACED = manifest.traced_kernels()
 COMMITTED = Manifest.read()
+TEXTS = manifest.committed_texts()
+STEP = 13  # one kernel in so many is traced: some 60 CPU seconds
 needs_tilelang = pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 
 
-def test_manifest_names_the_shipped_kernels():
+def pytest_generate_tests(metafunc):
+    if "traced_kernel" in metafunc.fixturenames:
+        step = 1 if metafunc.config.getoption("--all-kernels") else STEP
+        metafunc.parametrize("traced_kernel", manifest.every(TRACED, step, commit_seed()))
+
+
+def test_manifest_names_the_kernels():
     assert COMMITTED.kernels.keys() == SHIPPED.keys(), "run `tl-attention manifest`"
+    assert TEXTS.keys() == TRACED.keys(), "run `tl-attention manifest`"
 
 
 @needs_tilelang
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SHIPPED)
-def test_manifest_has_the_text_of_the_kernel(name):
-    kernel = SHIPPED[name]
-    old, new = COMMITTED.kernels.get(name, {}).get("text"), manifest.text_hash(*kernel)
+def test_manifest_has_the_text_of_the_kernel(traced_kernel):
+    kernel = TRACED[traced_kernel]
+    old, new = TEXTS.get(traced_kernel), manifest.text_hash(*kernel)
     if old == new:
         return
-    judged = "not compiled, as there is no nvcc"
-    if toolkit.find_nvcc():
-        judged = "; ".join(manifest.new_faults(name, kernel, manifest.numbers(*kernel))) or "no faults"
+    judged = "not compiled"
+    if toolkit.find_nvcc() and traced_kernel in SHIPPED:
+        found = manifest.numbers(*kernel)
+        judged = f"compiled: {'; '.join(manifest.new_faults(traced_kernel, kernel, found)) or 'no faults'}"
     pytest.fail(
-        f"{name}: expected the text {old}, got {new}; compiled: {judged}. If the change is meant, run `tl-attention manifest`"
+        f"{traced_kernel}: expected the text {old}, got {new}; {judged}. `tl-attention manifest --check` lists all that changed; if the "
+        "change is meant, run `tl-attention manifest`"
     )
 
 
@@ -64,6 +79,8 @@ def test_manifest_is_of_the_pinned_compilers():
 
 def test_manifest_file_is_formatted():
     assert manifest.manifest_path().read_text() == COMMITTED.format()
+    others = {name: text for name, text in TEXTS.items() if name not in SHIPPED}
+    assert manifest.texts_path().read_text() == manifest.format_texts(others)
 
 
 PROBLEM = AttnProblem("bfloat16", 64, 64, True)
@@ -173,21 +190,32 @@ def test_manifest_reads_what_it_wrote(monkeypatch, tmp_path):
     assert Manifest.read() == written
 
 
-@given(st.dictionaries(NAMES, HASHES), MANIFESTS)
-def test_compare_puts_every_kernel_in_one_group(hashes, written):
-    found = compare(hashes, written)
-    groups = (found.new, found.changed, found.same, found.gone)
-    assert sorted(name for group in groups for name in group) == sorted({*hashes, *written.kernels})
-    assert {*found.new, *found.changed, *found.same} == {*hashes}
-    assert all(hashes[name] == written.kernels[name]["text"] for name in found.same)
-    assert all(hashes[name] != written.kernels[name]["text"] for name in found.changed)
-    assert not {*found.new} & {*written.kernels} and {*found.gone} <= {*written.kernels}
-    assert ("no hash changed" in str(found)) == (len(found.same) == len({*hashes, *written.kernels}))
+@given(st.dictionaries(NAMES, HASHES), st.dictionaries(NAMES, HASHES), st.sets(NAMES))
+def test_compare_puts_every_kernel_in_one_group(hashes, old, untraced):
+    found = compare(hashes, old, untraced)
+    assert sorted(found.new) == sorted({*hashes, *untraced} - {*old})
+    assert sorted(found.gone) == sorted({*old} - {*hashes} - untraced)
+    assert sorted((*found.changed, *found.same)) == sorted({*hashes} & {*old})
+    assert all(hashes[name] == old[name] for name in found.same)
+    assert all(hashes[name] != old[name] for name in found.changed)
+    assert ("no hash changed" in str(found)) == (not (found.new or found.changed or found.gone))
 
 
 def test_compare_with_itself_finds_no_change():
-    found = compare({name: entry["text"] for name, entry in COMMITTED.kernels.items()}, COMMITTED)
-    assert str(found) == f"no hash changed: {len(COMMITTED.kernels)} the same"
+    assert str(compare(TEXTS, TEXTS)) == f"no hash changed: {len(TEXTS)} the same"
+
+
+@pytest.mark.parametrize("step", [1, 2, STEP])
+def test_every_kernel_is_in_the_sample_of_one_seed(step):
+    samples = [manifest.every(TRACED, step, seed) for seed in range(100, 100 + step)]
+    assert sorted(name for names in samples for name in names) == sorted(TRACED)
+
+
+def test_samples_have_shadow_kernels_of_each_kind():
+    kinds = {name.partition(": ")[0] for name in TRACED if ": " in name}
+    assert len(kinds) == len(shadows.shadow_kernels())
+    for names in (manifest.every(TRACED, STEP, seed) for seed in range(STEP)):
+        assert sum(": " in name for name in names) >= 10
 
 
 @given(st.integers(min_value=0), st.integers(0, 12))
@@ -217,7 +245,9 @@ def test_kernels_without_numbers_are_compiled(monkeypatch, tmp_path):
     written = Manifest(versions, {"a": {"text": "1a", "registers": 1}, "b": {"text": "1a"}})
     path = tmp_path / "kernels.json"
     monkeypatch.setattr(manifest, "manifest_path", lambda: path)
+    monkeypatch.setattr(manifest, "texts_path", lambda: tmp_path / "texts.json")
     monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
+    monkeypatch.setattr(manifest, "traced_kernels", lambda: {"a": kernel, "b": kernel, "c: c": kernel})
     monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1a"))
     monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1a", "registers": 2})
@@ -227,3 +257,4 @@ def test_kernels_without_numbers_are_compiled(monkeypatch, tmp_path):
         "a": {"text": "1a", "registers": 1},
         "b": {"text": "1a", "registers": 2},
     }
+    assert json.loads((tmp_path / "texts.json").read_text()) == {"c: c": "1a"}

@@ -1,15 +1,25 @@
-"""Catalog of problems and kernels: those of the shipped configs, of the option lines of the grid, and of the pack."""
+"""Catalog of problems, calls and kernels: those of the shipped configs, of the option lines of the grid, and of the pack."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tl_attention import configs, legality
-from tl_attention.kernel_configs import PAGE_ROWS, Config, KernelConfig, append_kernel, jvp_kernels
+from tl_attention.kernel_configs import (
+    PAGE_ROWS,
+    Config,
+    DecodeConfig,
+    JvpConfig,
+    KernelConfig,
+    append_kernel,
+    jvp_kernels,
+)
 from tl_attention.problem import (
+    BUCKETS,
     DECODE,
+    DECODE_OPTIONS,
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DIRECTIONS,
@@ -23,6 +33,32 @@ from tl_attention.problem import (
     option_buckets,
     tile_widths,
 )
+from tl_attention.program import Program
+
+PAGED = "paged"  # a forward with keys in pages
+KINDS = (*DIRECTIONS, PAGED, DECODE, JVP)
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """Calls of a kind, and the config that serves them.
+
+    Args:
+        kind: one of KINDS.
+        config: that of a decode serves some numbers of rows.
+    """
+
+    kind: str
+    problem: AttnProblem
+    config: Config | DecodeConfig | JvpConfig
+
+    @property
+    def kernels(self) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Kernels that they launch."""
+        if isinstance(self.config, JvpConfig):
+            return [(self.problem, self.config)]
+        found = list(self.config.kernels(self.problem))
+        return [*found, append_kernel(self.problem.dtype)] if self.kind == DECODE else found
 
 
 def problems(direction: str = "fwd") -> list[AttnProblem]:
@@ -71,16 +107,19 @@ def decode_kernels(
     options: Sequence[str] = (),
 ) -> list[tuple[AttnProblem, KernelConfig]]:
     """Decode kernels with the given options (of softcap, alibi and sink) for pages of every size, and the append kernels; once each."""
-    found = []
-    for dtype in names:
-        problems = [decode_problem(dtype, *width, options) for width in widths]
-        found += [
-            kernel
-            for problem, pages, rows in itertools.product(problems, PAGE_ROWS, configs.DECODE_ROWS)
-            for kernel in configs.decode_config(problem, rows, pages).kernels(problem)
-        ]
-        found.append(append_kernel(dtype))
-    return list(dict.fromkeys(found))
+    found = (call.kernels for call in _decodes(options, names, widths))
+    return list(dict.fromkeys(itertools.chain(*found)))
+
+
+def _decodes(
+    options: Sequence[str],
+    names: Iterable[str] = tuple(HALF_DTYPES),
+    widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
+) -> Iterator[CallKind]:
+    for dtype, width in itertools.product(names, widths):
+        problem = decode_problem(dtype, *width, options)
+        for pages, rows in itertools.product(PAGE_ROWS, configs.DECODE_ROWS):
+            yield CallKind(DECODE, problem, configs.decode_config(problem, rows, pages))
 
 
 def option_problems(
@@ -102,26 +141,67 @@ def option_kernels(directions: Sequence[str]) -> list[tuple[AttnProblem, KernelC
     return list(dict.fromkeys(kernel for problem, config in found for kernel in config.kernels(problem)))
 
 
-def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of the option sets in [pack] of the grid: both masks, every width and bucket, once each."""
+def shipped_calls() -> list[CallKind]:
+    """Calls that launch every kernel the package ships.
+
+    They have all defaults and tuned rows in every dtype; each option line of the grid with all options that the line serves (bfloat16
+    for a line that float16 shares), also with keys in small pages; decoding without options and with all of them; forward mode; and
+    block masks whose mask is bits (bfloat16).
+    """
+    found = [
+        CallKind(direction, problem, config) for problem, direction, config in shipped_configs(DIRECTIONS)
+    ]
+    for direction in DIRECTIONS[:2]:
+        found += [CallKind(direction, *pair) for pair in option_problems(direction)]
+    found += _paged_of_lines()
+    found += _decodes(())
+    found += _decodes([name for name in DECODE_OPTIONS if name != "window"])
+    found += [CallKind(JVP, *pair) for pair in jvp_kernels()]
+    found += _block_masks((DEFAULT_DTYPE,))
+    return list(dict.fromkeys(found))
+
+
+def pack_calls() -> list[CallKind]:
+    """Calls that launch every kernel of a whole pack: shipped_calls(), those of the option sets in [pack] of the grid, and block masks."""
     sets = configs.option_sets().items()
-    found = (_kernels_with(tuple(options), section) for section, lines in sets for options in lines)
-    return list(dict.fromkeys(itertools.chain(*found)))
+    found = (_of_set(tuple(options), section) for section, lines in sets for options in lines)
+    return list(dict.fromkeys([*shipped_calls(), *itertools.chain(*found), *_block_masks(HALF_DTYPES)]))
 
 
-def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of a set of options in a section of [pack]; a windowed problem has one mask, see AttnProblem."""
+def _paged_of_lines() -> Iterator[CallKind]:
+    """Forwards with keys in pages: for each option line of the grid with packed sequences, all its options but dropout.
+
+    Their pages are the smallest, which take the most copies and registers.
+    """
+    for problem, _ in option_problems(names=(DEFAULT_DTYPE,)):
+        problem = replace(problem, options=tuple(name for name in problem.options if name != "dropout"))
+        if problem.has("varlen"):
+            yield CallKind(PAGED, problem, configs.option_config(problem, BUCKETS[0]).paged_forms(problem)[0])
+
+
+def _block_masks(names: Iterable[str]) -> Iterator[CallKind]:
+    """Calls with a block mask in bits and without a score_mod, whose kernels serve every mask_mod."""
+    for direction, band in (("fwd", False), ("bwd", False), ("bwd", True), ("bwd_det", False)):
+        mask = Program((), listed=True, bits=True, band=band)
+        for dtype, width in itertools.product(names, tile_widths(direction)):
+            problem = AttnProblem(dtype, *width, False, program=mask)
+            for bucket in buckets(direction):
+                yield CallKind(direction, problem, configs.option_config(problem, bucket, direction))
+
+
+def _of_set(options: tuple[str, ...], section: str) -> Iterator[CallKind]:
+    """Calls with a set of options in a section of [pack], in every width and bucket; a windowed problem has one mask, see AttnProblem."""
     if section == DECODE:
-        yield from decode_kernels(options=options)
+        yield from _decodes(options)
         return
     masks = (False,) if "window" in options else (False, True)
-    direction = "fwd" if section == "paged" else section.removeprefix("fp32_")
+    direction = "fwd" if section == PAGED else section.removeprefix("fp32_")
     names = FP32_DTYPES if section.startswith("fp32_") else HALF_DTYPES
     widths = ((name, width) for name in names for width in tile_widths(direction, name))
     for (dtype, width), causal in itertools.product(widths, masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in option_buckets(direction, options):
             config = configs.option_config(problem, bucket, direction)
-            for form in config.paged_forms(problem) if section == "paged" else [config]:
+            for form in config.paged_forms(problem) if section == PAGED else [config]:
                 if legality.fault(problem, form, direction) is None:
-                    yield from form.kernels(problem)
+                    yield CallKind(PAGED if section == PAGED else direction, problem, form)

@@ -105,9 +105,10 @@ EXPLAIN = {
     " the config that serves it with the reason. Example: tl-attention explain 1,32,8,4096,4096,128,causal",
 }
 MANIFEST = {
-    "help": "rewrite configs/kernels.json and print which shipped kernels changed",
-    "description": "Trace every shipped kernel, print which hashes differ from configs/kernels.json, compile those kernels and rewrite"
-    " the file. Status 1 if one must not ship. With --check print only; status 1 if a hash differs.",
+    "help": "rewrite configs/kernels.json and configs/texts.json and print which kernels changed",
+    "description": "Trace every kernel of a pack and shadow kernels of calls that no pack serves, print which hashes differ from"
+    " configs/kernels.json and configs/texts.json, compile those of the first and rewrite both files. Status 1 if one must not ship."
+    " With --check print only; status 1 if a hash differs.",
 }
 
 
@@ -213,6 +214,12 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
 
 def _add_manifest(command: argparse.ArgumentParser) -> None:
     command.add_argument("--check", action="store_true", help="compile and write nothing; needs no nvcc")
+    command.add_argument(
+        "--every",
+        type=at_least(1),
+        metavar="N",
+        help="with --check: trace one kernel in N, others each day; default: all",
+    )
     command.add_argument(
         "--jobs",
         type=at_least(1),
@@ -375,9 +382,13 @@ def update_manifest(arguments: argparse.Namespace) -> int:
     if toolkit.tilelang_version() not in toolkit.TILELANG:
         print(f"tl-attention manifest: {toolkit.NO_TILELANG}")
         return 2
+    if arguments.every and not arguments.check:
+        print(
+            "tl-attention manifest: --every: expected with --check, got without, as files are written whole"
+        )
+        return 2
     if arguments.check:
-        hashes = manifest.trace_all(manifest.shipped(), arguments.jobs)
-        difference = manifest.compare(hashes, manifest.Manifest.read())
+        difference = manifest.check(arguments.jobs, arguments.every or 1)
         print(difference)
         return 1 if difference.new or difference.changed or difference.gone else 0
     if configs.installed():

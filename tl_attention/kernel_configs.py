@@ -97,6 +97,12 @@ class FwdConfig:
         held = self.without_hold_max() if problem.bias_has_two_sides else self
         return replace(held, page_rows=page_rows, q_stages=int(self.q_stages))
 
+    @property
+    def merging(self) -> FwdConfig:
+        """The config for the option `added`: a tile that overflows a held row max, or that CTAs share, would be added twice."""
+        schedule = "persistent" if self.schedule == "shared" else self.schedule
+        return replace(self, hold_max=False, schedule=schedule)
+
     def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
         """The config for keys in pages of every size."""
         return [self.paged(problem, rows) for rows in PAGE_ROWS if rows]

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tl_attention import flash_attn_with_kvcache, launch
+from tl_attention.catalog import PAGED
 from tl_attention.flex_lists import kept_mask, listed
 from tl_attention.options import Options
 from tl_attention.problem import DECODE, DTYPES, JVP, AttnProblem
@@ -30,7 +31,7 @@ from tl_attention.testing.inputs import arrange
 from tl_attention.testing.numeric import check_bwd, check_fwd, check_jvp
 from tl_attention.tracing.trace import trace
 
-from .classes import PAGED, CallClass
+from .classes import CallClass
 from .draws import Draw
 from .memory import bits, is_untouched
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tl_attention import configs
+from tl_attention.catalog import PAGED
 from tl_attention.kernel_configs import PAGE_ROWS, BwdConfig, DecodeConfig, FwdConfig
 from tl_attention.problem import DECODE, JVP, decode_width, tile_width
 
-from .classes import PAGED, CallClass
+from .classes import CallClass
 
 DRAWS = 40
 WARP_ROWS, WARPGROUP_ROWS = 16, 64

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import catalog, configs, launch, legality
+from tl_attention import catalog, configs, launch
+from tl_attention.catalog import PAGED
 from tl_attention.flex_lists import kept_mask, listed
-from tl_attention.kernel_configs import PAGE_ROWS, append_kernel, jvp_kernels
 from tl_attention.options import Cache, Options
 from tl_attention.problem import (
-    BUCKETS,
     DECODE,
-    DECODE_OPTIONS,
-    DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
-    FP32_DTYPES,
-    HALF_DTYPES,
     JVP,
     AttnProblem,
-    buckets,
-    decode_problem,
-    option_buckets,
-    tile_widths,
 )
-from tl_attention.program import Program
 from tl_attention.tracing.trace import trace
 
-PAGED = "paged"  # a forward with keys in pages
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
 MASK_BLOCK = 128  # queries and keys per block of a mask
 FEW_ROWS, _ = configs.DECODE_ROWS  # of a decode: with more it has the second config of a width
@@ -65,12 +54,9 @@ class Kind:
     @property
     def kernels(self) -> list[tuple]:
         """(problem, config) of the kernels that its calls launch; none with a score_mod, whose config the call chooses."""
-        if self.config is None:
-            return []
-        if self.direction == JVP:
-            return [(self.problem, self.config)]
-        found = list(self.config.kernels(self.problem))
-        return [*found, append_kernel(self.problem.dtype)] if self.direction == DECODE else found
+        return (
+            [] if self.config is None else catalog.CallKind(self.direction, self.problem, self.config).kernels
+        )
 
 
 @dataclass(frozen=True)
@@ -105,61 +91,8 @@ class Draw:
 
 def kinds(whole_pack: bool = True) -> list[Kind]:
     """Kinds of call that together launch every kernel of the manifest, or of the whole pack."""
-    found = [
-        Kind(direction, problem, config) for problem, direction, config in catalog.shipped_configs(DIRECTIONS)
-    ]
-    for direction in DIRECTIONS[:2]:
-        found += [Kind(direction, *pair) for pair in catalog.option_problems(direction)]
-    for problem, _ in catalog.option_problems(names=(DEFAULT_DTYPE,)):
-        problem = replace(problem, options=tuple(name for name in problem.options if name != "dropout"))
-        if problem.has("varlen"):
-            found.append(
-                Kind(PAGED, problem, configs.option_config(problem, BUCKETS[0]).paged_forms(problem)[0])
-            )
-    found += _decodes(())
-    found += _decodes(tuple(name for name in DECODE_OPTIONS if name != "window"))
-    found += [Kind(JVP, *pair) for pair in jvp_kernels()]
-    found += _block_masks([DEFAULT_DTYPE])
-    found += kinds_without_table()
-    if whole_pack:
-        for section, lists in configs.option_sets().items():
-            found += itertools.chain(*(_of_set(tuple(one), section) for one in lists))
-        found += _block_masks(HALF_DTYPES)
-    return list(dict.fromkeys(found))
-
-
-def _decodes(options: tuple[str, ...]) -> Iterator[Kind]:
-    for dtype, width in itertools.product(HALF_DTYPES, DECODE_TILE_WIDTHS):
-        problem = decode_problem(dtype, *width, options)
-        for pages, rows in itertools.product(PAGE_ROWS, configs.DECODE_ROWS):
-            yield Kind(DECODE, problem, configs.decode_config(problem, rows, pages))
-
-
-def _block_masks(names: Any) -> Iterator[Kind]:
-    for direction, band in ((FORWARD, False), (BACKWARD, False), (BACKWARD, True), (DETERMINISTIC, False)):
-        mask = Program((), listed=True, bits=True, band=band)
-        for dtype, width in itertools.product(names, tile_widths(direction)):
-            problem = AttnProblem(dtype, *width, False, program=mask)
-            for bucket in buckets(direction):
-                yield Kind(direction, problem, configs.option_config(problem, bucket, direction))
-
-
-def _of_set(options: tuple[str, ...], section: str) -> Iterator[Kind]:
-    """Kinds of an option set in a section of [pack] of the grid, as catalog.pack_option_kernels() has them."""
-    if section == DECODE:
-        yield from _decodes(options)
-        return
-    masks = (False,) if "window" in options else (False, True)
-    direction = FORWARD if section == PAGED else section.removeprefix("fp32_")
-    names = FP32_DTYPES if section.startswith("fp32_") else HALF_DTYPES
-    widths = ((name, width) for name in names for width in tile_widths(direction, name))
-    for (dtype, width), causal in itertools.product(widths, masks):
-        problem = AttnProblem(dtype, *width, causal, options)
-        for bucket in option_buckets(direction, options):
-            config = configs.option_config(problem, bucket, direction)
-            for form in config.paged_forms(problem) if section == PAGED else [config]:
-                if legality.fault(problem, form, direction) is None:
-                    yield Kind(PAGED if section == PAGED else direction, problem, form)
+    calls = catalog.pack_calls() if whole_pack else catalog.shipped_calls()
+    return [*(Kind(call.kind, call.problem, call.config) for call in calls), *kinds_without_table()]
 
 
 def torch_dtype(problem: AttnProblem) -> torch.dtype:

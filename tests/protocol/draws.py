@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 import zlib
 
+from tl_attention.catalog import PAGED
 from tl_attention.problem import DECODE, JVP
 
-from .calls import PAGED, Draw, Kind
+from .calls import Draw, Kind
 
 HEADS = (1, 1), (2, 1), (3, 3), (4, 2), (6, 2)
 SMS = 1, 2, 3, 5

@@ -1,4 +1,6 @@
-"""Manifest of the shipped kernels, configs/kernels.json: the hash of each kernel's text and what the compiler made of it.
+"""Manifest of kernels: configs/kernels.json has the hash of each shipped kernel's text and what the compiler made of it.
+
+configs/texts.json has the hash alone, of the other kernels of a pack and of the shadow kernels of shadows.py.
 
 The hash covers the kernel as TileLang traces it (TIR) and the options of its compiler passes. TileLang and nvcc are pinned,
 so an equal hash means an equal kernel: a change that should not touch a kernel shows an unchanged hash. Names of variables and
@@ -7,16 +9,16 @@ values that are bound to one are not in it, the order of operations and all sync
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import keyword
 import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +41,8 @@ from tl_attention.kernel_configs import (
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.part_configs import stores_key_parts
 from tl_attention.problem import (
-    BUCKETS,
-    DECODE,
-    DECODE_OPTIONS,
-    DEFAULT_DTYPE,
-    DIRECTIONS,
-    HALF_DTYPES,
-    JVP,
     AttnProblem,
-    buckets,
-    tile_widths,
 )
-from tl_attention.program import Program
 from tl_attention.target import SMEM_LIMIT
 
 # Fields of cubin.Report that an entry keeps
@@ -163,61 +155,47 @@ def manifest_path() -> Path:
     return configs.data_dir() / "kernels.json"
 
 
+def texts_path() -> Path:
+    """The hashes of the texts of other kernels."""
+    return configs.data_dir() / "texts.json"
+
+
 def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
     """Key of a kernel in the manifest: bf16 d128 causal, 128x128x2 dynamic q2"""
     return f"{problem}, {config}"
 
 
 def shipped() -> dict[str, KernelKey]:
-    """Every kernel that the package ships, by name.
-
-    These are the kernels of all defaults and tuned rows in every dtype, of each option line of the grid with all options that the
-    line serves (bfloat16 for a line that float16 shares), also with keys in small pages, of decoding without options and with all
-    of them, of the forward with its derivative, and of block masks whose mask is bits (bfloat16).
-    """
-    found = [
-        *catalog.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
-        *catalog.option_kernels(DIRECTIONS[:2]),
-        *_paged_option_kernels(),
-        *catalog.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
-        *block_mask_kernels(names=(DEFAULT_DTYPE,)),
-    ]
-    return _by_name(found)
-
-
-def _paged_option_kernels() -> Iterator[KernelKey]:
-    """Forward kernels with keys in pages: for each option line of the grid with packed sequences, all its options but dropout.
-
-    Their pages are the smallest, which take the most copies and registers.
-    """
-    for problem, _ in catalog.option_problems(names=(DEFAULT_DTYPE,)):
-        options = tuple(name for name in problem.options if name != "dropout")
-        problem = replace(problem, options=options)
-        if problem.has("varlen"):
-            yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms(problem)[0]
-
-
-def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[KernelKey]:
-    """Kernels of a block mask with bits and without a score_mod, which serve every mask_mod, in some dtypes."""
-    for direction, band in (("fwd", False), ("bwd", False), ("bwd", True), ("bwd_det", False)):
-        mask = Program((), listed=True, bits=True, band=band)
-        for dtype, width in itertools.product(names, tile_widths(direction)):
-            problem = AttnProblem(dtype, *width, False, program=mask)
-            for bucket in buckets(direction):
-                yield from configs.option_config(problem, bucket, direction).kernels(problem)
+    """Every kernel that the package ships, by name: those of catalog.shipped_calls()."""
+    return _of_calls(catalog.shipped_calls())
 
 
 def pack_kernels() -> dict[str, KernelKey]:
-    """Every kernel of a whole pack, by name: the shipped ones, those of the option sets in [pack] of the grid, and of block masks."""
-    return _by_name([*shipped().values(), *catalog.pack_option_kernels(), *block_mask_kernels()])
+    """Every kernel of a whole pack, by name: those of catalog.pack_calls()."""
+    return _of_calls(catalog.pack_calls())
 
 
-def _by_name(kernels: Iterable[KernelKey]) -> dict[str, KernelKey]:
-    kernels = set(kernels)
+def _of_calls(calls: Iterable[catalog.CallKind]) -> dict[str, KernelKey]:
+    kernels = {kernel for call in calls for kernel in call.kernels}
     named = {kernel_name(*kernel): kernel for kernel in kernels}
     if len(named) < len(kernels):
         raise RuntimeError("two kernels have the same name")
     return dict(sorted(named.items()))
+
+
+def traced_kernels() -> dict[str, KernelKey]:
+    """Every kernel whose text has a hash, by name: those of a pack, then shadow kernels, named by their kind, too."""
+    from tl_attention.compilation import shadows
+
+    of_pack = pack_kernels()
+    known = {*of_pack.values()}
+    shadow = {
+        f"{kind}: {kernel_name(*kernel)}": kernel
+        for kind, kernels in shadows.shadow_kernels().items()
+        for kernel in kernels
+        if kernel not in known
+    }
+    return of_pack | dict(sorted(shadow.items()))
 
 
 def text_hash(problem: AttnProblem, config: KernelConfig) -> str:
@@ -368,6 +346,19 @@ def all_faults(manifest: Manifest) -> dict[str, list[str]]:
     return {name: texts for name, texts in judged.items() if texts}
 
 
+def committed_texts() -> dict[str, str]:
+    """Text hash per kernel name in both files."""
+    path = texts_path()
+    others = json.loads(path.read_text()) if path.exists() else {}
+    return {name: kernel["text"] for name, kernel in Manifest.read().kernels.items()} | others
+
+
+def format_texts(texts: dict[str, str]) -> str:
+    """JSON with one kernel per line, sorted."""
+    rows = ",\n".join(f' "{name}": "{texts[name]}"' for name in sorted(texts))
+    return f"{{\n{rows}\n}}\n"
+
+
 @dataclass(frozen=True)
 class Difference:
     """Names of kernels by how they differ from the committed manifest."""
@@ -387,43 +378,67 @@ class Difference:
         return "\n".join([*lines, counts if lines else f"no hash changed: {len(self.same)} the same"])
 
 
-def compare(hashes: dict[str, str], manifest: Manifest) -> Difference:
-    """Compare the text hashes of today's kernels with the manifest's."""
-    old = {name: kernel["text"] for name, kernel in manifest.kernels.items()}
+def compare(hashes: dict[str, str], old: dict[str, str], names: Iterable[str] = ()) -> Difference:
+    """Compare the text hashes of today's kernels, or of a sample, with those of the files.
+
+    Args:
+        old: committed_texts().
+        names: kernels of today whose text is not compared.
+    """
+    today = {*hashes, *names}
     return Difference(
-        new=tuple(name for name in hashes if name not in old),
+        new=tuple(sorted(today - {*old})),
         changed=tuple(name for name in hashes if name in old and hashes[name] != old[name]),
-        gone=tuple(name for name in old if name not in hashes),
+        gone=tuple(name for name in old if name not in today),
         same=tuple(name for name in hashes if hashes[name] == old.get(name)),
     )
 
 
+def every(kernels: dict[str, KernelKey], step: int, seed: int) -> dict[str, KernelKey]:
+    """One kernel in `step`, in the order of names, which has kernels of one kind together. Seeds 0 to step - 1 have different ones."""
+    return dict(list(kernels.items())[seed % step :: step])
+
+
+def check(jobs: int | None = None, step: int = 1) -> Difference:
+    """Trace kernels, one in `step`, which are others each day, and compare their hashes with those of the files."""
+    kernels = traced_kernels()
+    sample = every(kernels, step, datetime.date.today().toordinal())
+    return compare(trace_all(sample, jobs), committed_texts(), kernels)
+
+
 def trace_all(kernels: dict[str, KernelKey], jobs: int | None = None) -> dict[str, str]:
     """Text hash per kernel name, traced by several processes."""
-    hashes = dict(_in_processes(text_hash, kernels.values(), jobs))
+    hashes = dict(_in_processes(text_hash, dict.fromkeys(kernels.values()), jobs))
     return {name: hashes[kernel] for name, kernel in kernels.items()}
 
 
 def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Difference:
-    """Compile what changed or has no numbers, write the manifest, and return what changed.
+    """Trace all kernels, compile shipped ones that changed or have no numbers, write both files, and return what changed.
 
-    All is compiled where a compiler version changed.
+    All shipped ones are compiled where a compiler version changed.
     """
     manifest, versions, kernels = Manifest.read(), compiler_versions(), shipped()
-    difference = compare(trace_all(kernels, jobs), manifest)
-    without_numbers = (name for name in difference.same if not has_numbers(manifest.kernels[name]))
-    stale = [*difference.new, *difference.changed, *without_numbers]
-    if versions != manifest.versions:
-        stale = list(kernels)
+    hashes = trace_all(traced_kernels(), jobs)
+    difference = compare(hashes, committed_texts())
+    stale = list(kernels)
+    if versions == manifest.versions:
+        stale = [name for name in kernels if not _is_fresh(manifest.kernels.get(name, {}), hashes[name])]
     say(f"{len(stale)} of {len(kernels)} kernels to compile")
     names = {kernels[name]: name for name in stale}
     table = {name: manifest.kernels[name] for name in kernels if name not in stale}
     for number, (kernel, values) in enumerate(_in_processes(entry, names, jobs), 1):
         table[names[kernel]] = values
         say(f"{number}/{len(stale)} {names[kernel]}")
-    path = manifest_path()
-    path.write_text(Manifest(versions, table).format())
+    manifest_path().write_text(Manifest(versions, table).format())
+    texts_path().write_text(
+        format_texts({name: text for name, text in hashes.items() if name not in kernels})
+    )
     return difference
+
+
+def _is_fresh(found: dict[str, Any], text: str) -> bool:
+    """True for an entry of a compiled kernel with this text."""
+    return found.get("text") == text and has_numbers(found)
 
 
 def _in_processes(

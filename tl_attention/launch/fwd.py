@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +72,8 @@ class FwdKernels(NamedTuple):
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
     config = config.paged(problem, copy_rows)
-    if problem.has("added"):  # a tile that overflows would be added twice
-        schedule = "persistent" if config.schedule == "shared" else config.schedule
-        config = replace(config, hold_max=False, schedule=schedule)
+    if problem.has("added"):
+        config = config.merging
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)

@@ -72,17 +72,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     persistent, shares = config.schedule != "grid", config.schedule == "shared"
     registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
-    O_from_registers = split or problem.dtype_of("o") == "float32"
-    O_in_Q = head_dim == head_dim_v and not O_from_registers  # O is stored through the tile of its queries
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
-    lse_is_final = not shares and not problem.has("added")  # nothing is merged into it
     turns = Turns(config.warpgroups, config.ping_pong)
     first_row = functools.partial(query_tiles.first_row, problem, config)
     skips = query_tiles.hides_steps(problem, config)
     skips_last = query_tiles.hides_last_steps(problem, config)
     counts_queries = skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3))
-    slots = QuerySlots(config, O_in_Q, first_row)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -90,6 +86,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
+    O_in_Q = (
+        head_dim == head_dim_v and not results.from_registers
+    )  # O is stored through the tile of its queries
+    slots = QuerySlots(config, O_in_Q, first_row)
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
     pieces_view = FragmentBlocks.argument(T.dynamic("piece_blocks"), head_dim_v + 8) if shares else False
     extra = option_arguments(problem)
@@ -273,7 +273,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         row_max.check(turn)
         softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
         query = tiles.first_query(tile, block_M) + first_row(w)
-        if lse_is_final:
+        if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
         output.finish(P_parts, shared.V, first_step + last)
         shared.V.release(first_step + last)
@@ -350,7 +350,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         traced = traced_arguments(problem, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
         more_code += source("any_of_warpgroup") if may_hold_zero else ""
-        more_code += store_code(head_dim_v, O_from_registers) + (source("split_tile") if parts > 1 else "")
+        more_code += store_code(head_dim_v, results.from_registers) + (
+            source("split_tile") if parts > 1 else ""
+        )
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs, stages = ((K_input, K), (V_input, V)), config.part_stages
             makers = InputParts(problem, *pairs, Progress, stages, tiles_ahead) if makes_parts else None
@@ -359,7 +361,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
-                if O_in_Q or O_from_registers
+                if O_in_Q or results.from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, two_sides),

@@ -32,6 +32,8 @@ class Results:
 
     O leaves from registers, through the tile of its queries, or through a shared tile of its own. With the schedule shared a CTA may leave
     a piece for another CTA instead, or merge the pieces of others.
+
+    from_registers: O does not pass through shared memory. shares: the schedule is shared. lse_is_final: nothing is merged into Lse.
     """
 
     Tiles: type[DenseTiles]
@@ -40,7 +42,7 @@ class Results:
     Lse: Any
     from_registers: bool = False
     shares: bool = False
-    lse_is_final: bool = True  # nothing is merged into it
+    lse_is_final: bool = True
 
     @T.inline
     def store(self, w, q_step, tile, query, blocks, tiles, shared, slots, chunks, lse, lse_unit):

@@ -69,17 +69,17 @@ FAULTS = {
         FORWARD,
     ),
     "backward: dS is written before its slot is free": Edit(
-        r"( +shared\.dS\.wait_empty\(step\)\n)( +shared\.dS\.write\(.*\n)", r"\2\1", BACKWARD, same=(KEYS_ALONE,)
+        r"( +dS\.wait_empty\(step\)\n)( +dS\.write\(.*\n)", r"\2\1", BACKWARD, same=(KEYS_ALONE,)
     ),
     "backward: no fence between dS and the product that reads it": Edit(
         r"(def announce\(self, step\):\n.*\n +)T\.fence_proxy_async\(\)\n +", r"\1", BACKWARD, same=(KEYS_ALONE,)
     ),
     "backward: dq from dS of another slot": Edit(
-        r"(multiply_pieces\(pieces\[w\], warpgroups, step) \+ 1,", r"\1,", BACKWARD, same=(APART, KEYS_ALONE)
+        r"(self\.multiply\(step) \+ 1,", r"\1,", BACKWARD, same=(APART, KEYS_ALONE)
     ),
     "backward: dO is released before dP is complete": Edit(
-        r"( +if reuse:  # dP'.*\n +T\.wait_wgmma\(.*\n)( +if not dV_beside_dS:\n +shared\.dO\.release\(step\)\n)",
-        r"\2\1",
+        r"(?s)(def dq_apart\(.*?)( +T\.wait_wgmma\(0\)[^\n]*\n)( +shared\.dO\.release\(i\)\n)",
+        r"\1\3\2",
         BACKWARD,
         same=(WITH_DQ, KEYS_ALONE),
     ),
@@ -106,7 +106,7 @@ REFACTORINGS = {
     "forward: helpers in another order": Edit(
         r"( +turns = Turns\(.*\n)( +first_row = functools.*\n)", r"\2\1", FORWARD
     ),
-    "backward: another name": Edit(r"\bdS_place\b", "thread_place", BACKWARD),
+    "backward: another name": Edit(r"\bdS_address\b", "thread_address", BACKWARD),
     "backward: a bound value": Edit(
         r"( +)key = tile\.first_key \+ 64 \* w\n( +scores = )",
         r"\1tile_key = tile.first_key\n\1key = tile_key + w * 64\n\2",

@@ -99,7 +99,8 @@ class BwdPlan:
             sizes = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
             # Nothing is cleared beside a dq that is part of a larger tensor, which only a distributed call may pass
             clearing_ctas = sm_count(self.device) if dq.is_contiguous() else 0
-            self.tiles = PackedTiles(kernels.tile_table, *sizes, results, clearing_ctas, by_sequence)
+            self.tiles = PackedTiles(kernels.tile_table, *sizes, by_sequence)
+            self.tiles.clear_behind(results, clearing_ctas)
             of_sequences = {
                 "tiles": self.tiles.counts,
                 "longest": queries_of_tile(options.max_seqlen_q_rounded, 1, options),

@@ -251,8 +251,6 @@ class PackedTiles:
         kernel: compiled from kernels/tile_table.py.
         batch: number of sequences.
         total_q, total_k: rows of the packed tensors.
-        results: (groups, rows, bytes of a row in a group) of out, or of dq, dk and dv, see arrays.RowWords.
-        clearing_ctas: CTAs that clear the rows behind the last sequence: 0 in results, -inf in the log-sum-exp. 0: they stay as they are.
         by_sequence: the table of keys is that of a sequence_order.SequenceOrder.
     """
 
@@ -264,15 +262,21 @@ class PackedTiles:
         total_k: int,
         causal: bool,
         device: int,
-        results: Sequence[tuple[int, int, int]],
-        clearing_ctas: int,
         by_sequence: bool = False,
     ):
         self.kernel, self.causal, self.device, self.by_sequence = kernel, causal, device, by_sequence
-        self.rows, self.clearing_ctas = RowWords(device, *results), clearing_ctas
         self.counts = table_counts(total_q, total_k, batch, by_sequence)
         self.blocks, self.blocks_of_both = (dense((n, 2, batch + 1), torch.int32) for n in (1, 2))
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
+
+    def clear_behind(self, results: Sequence[tuple[int, int, int]], ctas: int) -> None:
+        """Say what is cleared behind the last sequence: 0 in results, -inf in the log-sum-exp. Called once, before the first table.
+
+        Args:
+            results: (groups, rows, bytes of a row in a group) of out, or of dq, dk and dv, see arrays.RowWords.
+            ctas: number of CTAs that clear. 0: rows stay as they are.
+        """
+        self.rows, self.clearing_ctas = RowWords(self.device, *results), ctas
 
     def table(self, options: Options, step_rows: int, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Tile table of queries, int32 [tiles, 8].

@@ -34,7 +34,6 @@ from tl_attention.launch.common import (
     has_no_sequences,
     option_arguments,
     qkv_key,
-    table_tiles,
     tile_counts,
 )
 from tl_attention.launch.parts import AttentionTiles, halves, parts_launch
@@ -206,7 +205,8 @@ class FwdPlan:
         self.hold_max = config.hold_max
         if self.packed:
             self.step_rows = config.block_N
-            self.table_entries = table_tiles(sizes.seqlen_q, self.batch)
+            where = sizes.seqlen_q, seqlen_k, causal, q.get_device()
+            self.tiles = PackedTiles(found.tile_table, self.batch, *where)
         self._count_tiles(sizes, options, found, num_splits)
         if self.packed:
             # out, or the partial results of all splits and heads
@@ -215,8 +215,7 @@ class FwdPlan:
             if self.combine:
                 (*groups, _, columns), *_ = self.partial[0]
                 rows = (math.prod(groups), sizes.seqlen_q, 4 * columns)
-            where = found.tile_table, self.batch, sizes.seqlen_q, seqlen_k, causal, q.get_device()
-            self.tiles = PackedTiles(*where, [rows], 0 if added else self.sms)
+            self.tiles.clear_behind([rows], 0 if added else self.sms)
         self._make_views(q, k, v, out, heads_first, found)
 
     def _make_views(
@@ -257,7 +256,7 @@ class FwdPlan:
         config, problem, sms = found.config, found.problem, self.sms
         rows, keys = seqlen_q, max(seqlen_k, GROUP_KEYS)
         if self.packed:
-            rows = self.table_entries * TABLE_ROWS  # padded: each sequence starts a new tile
+            rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
             keys = min(keys, options.window_keys + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head

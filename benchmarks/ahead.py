@@ -8,7 +8,7 @@ from rich.console import Console
 from rows import OURS
 
 from tl_attention.compilation import building, store
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning import needs
 from tl_attention.tuning.results import Kernel

@@ -20,7 +20,7 @@ import turns
 from library import Inputs, Ready, Result, Unsupported
 from rows import Row
 
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 from tl_attention.testing import counts, shapes, timer
 from tl_attention.testing.numeric import check_fwd
 from tl_attention.testing.shapes import Shape

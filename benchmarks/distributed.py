@@ -35,7 +35,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
+from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
+from tl_attention.integrations import torch_backend
 from tl_attention.testing import environment
 
 METHODS = ("gather", "ring")

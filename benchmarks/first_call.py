@@ -60,7 +60,7 @@ def main(provider: str, sizes: str) -> None:
 
 
 def kernels_on_disk() -> int:
-    from tl_attention import configs
+    from tl_attention.config import configs
 
     return len(list(configs.cache_dir().glob("*.so")))
 

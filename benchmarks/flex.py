@@ -166,8 +166,8 @@ def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names
 
 def kernels_of(shape: Shape, direction: str) -> list:
     """Kernels of our rows that are not those of an option."""
-    from tl_attention import configs
-    from tl_attention.problem import AttnProblem, length_bucket
+    from tl_attention.config import configs
+    from tl_attention.problem.attn_problem import AttnProblem, length_bucket
     from tl_attention.tracing.builtin_options import builtin_options, program_with_bits
     from tl_attention.tracing.by_distance import by_distance
     from tl_attention.tracing.dense_bias import with_bias

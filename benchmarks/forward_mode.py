@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tl_attention import launch
-from tl_attention.target import is_hopper
+from tl_attention.problem.target import is_hopper
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.numeric import check_jvp

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rows import unit
 
-from tl_attention import catalog, configs
 from tl_attention.compilation import cubin, toolkit
-from tl_attention.kernel_configs import FwdConfig, KernelConfig
-from tl_attention.problem import DECODE, DEFAULT_DTYPE, AttnProblem, decode_problem
-from tl_attention.target import DEFAULT_GPU
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import FwdConfig, KernelConfig
+from tl_attention.problem.attn_problem import DECODE, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.testing.counts import PEAK_TFLOPS, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape

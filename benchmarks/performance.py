@@ -28,8 +28,8 @@ from plots import plot
 from rows import OURS, PLAIN, Row, by_problem, compared, cost, describe, peer_ratios, unit
 from tables import TITLES, bullets, heading, markdown_table, parts_of
 
-from tl_attention.problem import DECODE
-from tl_attention.target import DEFAULT_GPU, gpu_slug
+from tl_attention.problem.attn_problem import DECODE
+from tl_attention.problem.target import DEFAULT_GPU, gpu_slug
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 from tl_attention.testing import counts
 from tl_attention.testing.shapes import DIRECTIONS, Shape
 

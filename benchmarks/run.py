@@ -42,11 +42,11 @@ import turns
 from rich.console import Console
 from rows import FLEX, FP32, OURS, Row
 
-from tl_attention import question
-from tl_attention.problem import DECODE, FP32_DTYPES
-from tl_attention.target import is_hopper
+from tl_attention.problem.attn_problem import DECODE, FP32_DTYPES
+from tl_attention.problem.target import is_hopper
 from tl_attention.testing import environment, functions, timer
 from tl_attention.testing.shapes import Shape, chosen_shapes
+from tl_attention.tuning import question
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKWARD = ("paper-*", "mla-causal-4k", "mla-full-4k", "article")

@@ -12,7 +12,7 @@ import tables
 from rows import HIGH, OURS, Row, by_problem, describe, peer_ratios, ratio_over
 from tables import heading, markdown_table
 
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 
 PLOTTED = (("fwd", "main"), ("bwd", "main"))
 OVER = {"fp32": "efficient", "flex": "flex"}  # library of the means of a set with libraries of its own

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rows import OURS, PLAIN, Row, best, compared, describe, peer_ratios, ratio_over, speed, unit
 
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 
 SLOWEST = 10  # rows that the terminal lists
 TITLES = {

@@ -28,7 +28,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from tl_attention.target import is_hopper
+from tl_attention.problem.target import is_hopper
 from tl_attention.testing.shapes import Shape, chosen_shapes
 
 DTYPES = ("bf16", "fp16", "fp32-high", "fp32-highest")

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_attention.hf
-from tl_attention.arguments import at_least
+from tl_attention.problem.arguments import at_least
 
 SEED = 9  # with it, the best logit of each step leads the second by more than the rounding error
 

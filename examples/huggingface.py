@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_attention.hf
-from tl_attention.arguments import at_least
+from tl_attention.problem.arguments import at_least
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tl_attention import flex_attention
-from tl_attention.arguments import at_least
+from tl_attention.problem.arguments import at_least
 
 TOKENS, WIDTH, HEADS, LENGTH, LAG = 32, 128, 4, 128, 5
 

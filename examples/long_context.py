@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tl_attention import distributed
-from tl_attention.arguments import at_least
+from tl_attention.problem.arguments import at_least
 
 VOCABULARY = 64
 HEAD_DIM = 64

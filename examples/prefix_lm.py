@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tl_attention import block_masks, flex_attention, mask_picture
-from tl_attention.arguments import at_least
+from tl_attention import flex_attention
+from tl_attention.api import block_masks, mask_picture
+from tl_attention.problem.arguments import at_least
 
 TOKENS, WIDTH, HEADS = 16, 128, 4
 

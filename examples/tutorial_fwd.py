@@ -1,4 +1,4 @@
-"""FlashAttention forward in one screen of TileLang: the first rung of the ladder to tl_attention/kernels/fwd.py.
+"""FlashAttention forward in one screen of TileLang: the first rung of the ladder to tl_attention/kernels/forward/kernel.py.
 
     python examples/tutorial_fwd.py
 
@@ -19,8 +19,8 @@ import torch
 from tilelang import tvm
 
 from tl_attention.compilation import cubin
+from tl_attention.problem.target import TARGET, is_hopper
 from tl_attention.reference import attention_reference
-from tl_attention.target import TARGET, is_hopper
 
 PASS_CONFIGS = {"tl.enable_fast_math": True}
 LOG2E = math.log2(math.e)

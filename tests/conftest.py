@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tl_attention.target import is_hopper
+from tl_attention.problem.target import is_hopper
 
 pytest_plugins = ["gpu_limit", "pytester"]
 # Tensors here are small, and threads of several test processes would only compete.

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from tl_attention.compilation import compiler
-from tl_attention.kernel_configs import FwdConfig, KernelConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import FwdConfig, KernelConfig
+from tl_attention.problem.attn_problem import AttnProblem
 
 PROBLEM = AttnProblem("bfloat16", 64, 64, True)
 GOOD, BAD, CRASHES = FwdConfig(64, 32), FwdConfig(64, 48), FwdConfig(64, 64)

@@ -24,7 +24,7 @@ import transformers
 from transformers.masking_utils import eager_mask
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from tl_attention import hf
+from tl_attention.integrations import hf
 
 LENGTH, TARGETS, VOCABULARY = 24, 12, 99
 DOCUMENTS = 7, 11, 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tl_attention.launch.arrays import DLPACK_CUDA, ArgumentViews
-from tl_attention.problem import FAR
+from tl_attention.problem.attn_problem import FAR
 
 
 class DLTensor(ctypes.Structure):

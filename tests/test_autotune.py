@@ -16,11 +16,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tl_attention import catalog, configs
 from tl_attention.compilation import cubin, sandbox
 from tl_attention.compilation.sandbox import Failure, Sandbox, Sandboxes, time_left
-from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdConfig, KernelConfig
-from tl_attention.problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import (
+    BwdConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    FwdConfig,
+    KernelConfig,
+)
+from tl_attention.problem.attn_problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import Shape

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import catalog
 from tl_attention.compilation import building, store, toolkit
-from tl_attention.kernel_configs import BwdPass
+from tl_attention.config import catalog
+from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
 from tl_attention.testing.timer import Eager, Timing

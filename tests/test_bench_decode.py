@@ -14,7 +14,7 @@ import torch
 
 import tl_attention
 from tl_attention.compilation import building
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 from tl_attention.reference import attention_reference
 from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.shapes import Shape

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tl_attention import launch
-from tl_attention.problem import JVP_TILE_WIDTHS
+from tl_attention.problem.attn_problem import JVP_TILE_WIDTHS
 from tl_attention.reference import attention_reference
 from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.testing import timer

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention import configs
-from tl_attention.problem import DIRECTIONS
+from tl_attention.config import configs
+from tl_attention.problem.attn_problem import DIRECTIONS
 from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing

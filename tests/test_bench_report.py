@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tl_attention.explain.measured import bench_words
-from tl_attention.target import DEFAULT_GPU, gpu_slug
+from tl_attention.problem.target import DEFAULT_GPU, gpu_slug
 from tl_attention.testing.shapes import DIRECTIONS, Shape, chosen_shapes
+from tl_attention.tools.explain.measured import bench_words
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")

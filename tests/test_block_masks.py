@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import configs, flex_attention, flex_lists, legality
+from tl_attention import flex_attention
+from tl_attention.api import flex_lists
+from tl_attention.api.flex_lists import MaskState, kept_mask, listed, lists_with_bits
 from tl_attention.compilation import building
-from tl_attention.flex_lists import MaskState, kept_mask, listed, lists_with_bits
-from tl_attention.kernel_configs import BwdConfig
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdConfig
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
 from tl_attention.launch.mask_bits import packed, unpacked
-from tl_attention.problem import TILE_WIDTHS, AttnProblem
-from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
+from tl_attention.problem.attn_problem import TILE_WIDTHS, AttnProblem
+from tl_attention.problem.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
 from tl_attention.tracing.builtin_options import program_with_bits
 from tl_attention.tracing.trace import trace
 

@@ -19,11 +19,12 @@ import pytest
 import torch
 from fake_compiler import BAD, CRASHES, GOOD, PROBLEM, fake_build, slow_build
 
-from tl_attention import configs, launch
+from tl_attention import launch
 from tl_attention.compilation import building, compiler, store, toolkit, torchless
 from tl_attention.compilation.sandbox import Sandbox
-from tl_attention.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
-from tl_attention.problem import AttnProblem, buckets, decode_problem
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
+from tl_attention.problem.attn_problem import AttnProblem, buckets, decode_problem
 
 NAME = f"{PROBLEM}, {GOOD}"
 
@@ -408,7 +409,7 @@ def test_backward_needs_all_its_kernels_at_once(asked):
 
 
 def test_decode_needs_the_kernels_of_its_number_of_queries_alone(asked):
-    from tl_attention.options import Cache, Options
+    from tl_attention.problem.options import Cache, Options
 
     q, k = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 256, 8, 128, dtype=torch.bfloat16)
     launch.decode.DecodePlan(q, Cache(k, k, 256), Options(), 0, False)

@@ -14,12 +14,12 @@ from test_fwd import COPIED, TAKEN_AS_IT_IS, problems, requested_bytes
 from test_fwd import CURATED as FORWARD_CASES
 
 from tl_attention import flash_attn_func, launch
-from tl_attention.catalog import problems as problems_of
 from tl_attention.compilation import building
-from tl_attention.configs import candidates, pick_config
+from tl_attention.config.catalog import problems as problems_of
+from tl_attention.config.configs import candidates, pick_config
 from tl_attention.launch.common import PlanCache
-from tl_attention.problem import AttnProblem, bwd_bucket
-from tl_attention.target import sm_count
+from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.problem.target import sm_count
 from tl_attention.testing.inputs import (
     LAYOUTS,
     guard_is_untouched,

@@ -9,14 +9,14 @@ import torch
 from test_bwd import run
 
 from tl_attention import launch
-from tl_attention.kernel_configs import BwdConfig, BwdPass
-from tl_attention.kernels.bwd import pass_roles
-from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS
-from tl_attention.kernels.roles import WARPGROUP
-from tl_attention.legality import fault
-from tl_attention.options import Options
-from tl_attention.problem import AttnProblem
-from tl_attention.target import REGISTERS
+from tl_attention.config.kernel_configs import BwdConfig, BwdPass
+from tl_attention.config.legality import fault
+from tl_attention.kernels.backward.by_keys import pass_roles
+from tl_attention.kernels.seams.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS
+from tl_attention.kernels.seams.roles import WARPGROUP
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.options import Options
+from tl_attention.problem.target import REGISTERS
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from test_bwd import both_modes, run
 
-from tl_attention import catalog, configs, launch
+from tl_attention import launch
 from tl_attention.checks.common import check_one_tile
-from tl_attention.kernel_configs import BwdConfig
-from tl_attention.kernels.bwd_tiles import dq_pieces
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import BwdConfig
+from tl_attention.config.legality import fault
+from tl_attention.kernels.backward.key_tiles import dq_pieces
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
-from tl_attention.legality import fault
-from tl_attention.problem import (
+from tl_attention.problem.attn_problem import (
     TILE_BUCKET,
     TILE_KEYS,
     WIDE_TILE_BUCKET,
@@ -24,7 +25,7 @@ from tl_attention.problem import (
     buckets,
     bwd_bucket,
 )
-from tl_attention.target import DEFAULT_GPU
+from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.testing.inputs import LAYOUTS, make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 

@@ -14,16 +14,16 @@ from test_bwd import run
 from test_bwd_apart import apart
 
 from tl_attention import launch
-from tl_attention.kernel_configs import BwdConfig, BwdPass
-from tl_attention.kernels.pipeline import FOUR_WARPS_REGISTERS
-from tl_attention.kernels.roles import WARPGROUP
+from tl_attention.config.kernel_configs import BwdConfig, BwdPass
+from tl_attention.config.legality import fault
+from tl_attention.config.round_configs import slots_of
+from tl_attention.kernels.seams.pipeline import FOUR_WARPS_REGISTERS
+from tl_attention.kernels.seams.roles import WARPGROUP
 from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
-from tl_attention.legality import fault
-from tl_attention.options import Options
-from tl_attention.problem import AttnProblem
-from tl_attention.round_configs import slots_of
-from tl_attention.target import REGISTERS
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.options import Options
+from tl_attention.problem.target import REGISTERS
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd
 from tl_attention.testing.shapes import Shape

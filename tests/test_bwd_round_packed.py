@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from test_bwd_apart import apart
 
 from tl_attention import launch
+from tl_attention.config.legality import fault
+from tl_attention.config.round_configs import LAST_WAVES, RING_WAVES, SIDE_WAVES, ring_tiles
 from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.common import TABLE_NUMBERS, table_counts
-from tl_attention.legality import fault
-from tl_attention.options import Options
-from tl_attention.problem import TABLE_ROWS, AttnProblem
-from tl_attention.round_configs import LAST_WAVES, RING_WAVES, SIDE_WAVES, ring_tiles
+from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
+from tl_attention.problem.options import Options
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd
 from tl_attention.testing.shapes import Shape

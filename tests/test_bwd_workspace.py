@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 
-from tl_attention import configs, launch
+from tl_attention import launch
+from tl_attention.config import configs
 from tl_attention.launch import bwd, bwd_kernels, bwd_passes, common, parts
-from tl_attention.options import MAX_WINDOW, Options, canonical_window
-from tl_attention.problem import AttnProblem, bwd_bucket
-from tl_attention.target import DEFAULT_GPU
+from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
+from tl_attention.problem.target import DEFAULT_GPU
 
 SMS, HALF, FULL = 132, torch.bfloat16, (-1, -1)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_attention import flex, flex_attention
+from tl_attention import flex_attention
+from tl_attention.api import flex
 from tl_attention.reference.flex import flex_reference
 from tl_attention.testing import functions
 from tl_attention.testing.shapes import Shape

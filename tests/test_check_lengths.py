@@ -280,7 +280,7 @@ def test_ops_pass_opcheck(monkeypatch):
     calls = []
     for module, name in (
         (checks_lengths, "check_lengths_op"),
-        (sys.modules["tl_attention.kvcache"], "check_cache_op"),
+        (sys.modules["tl_attention.api.kvcache"], "check_cache_op"),
     ):
         op = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, op=op: calls.append((op, x)) or op(*x))

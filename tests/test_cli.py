@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import __version__, arguments, catalog, cli, configs, doctor, launch, question
+from tl_attention import __version__, launch
 from tl_attention.compilation import cubin, manifest, pack, toolkit
-from tl_attention.kernel_configs import (
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import (
     AppendConfig,
     BwdDelta,
     BwdPass,
@@ -25,10 +26,18 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     JvpConfig,
 )
-from tl_attention.options import Cache, Options
-from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
-from tl_attention.target import DEFAULT_GPU
-from tl_attention.tuning import autotune
+from tl_attention.problem import arguments
+from tl_attention.problem.attn_problem import (
+    DECODE_TILE_WIDTHS,
+    DIRECTIONS,
+    SPLIT_BUCKET,
+    WIDE_BUCKET,
+    AttnProblem,
+)
+from tl_attention.problem.options import Cache, Options
+from tl_attention.problem.target import DEFAULT_GPU
+from tl_attention.tools import cli, doctor
+from tl_attention.tuning import autotune, question
 from tl_attention.tuning.results import Attempt
 
 
@@ -176,7 +185,7 @@ def test_tune_forwards_its_arguments(words, shapes, directions, monkeypatch, cap
 
 
 def test_bench_outside_a_checkout_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "tl_attention" / "cli.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "tl_attention" / "tools" / "cli.py"))
     assert cli.main(["bench", "--shapes", "article"]) == 2
     assert "checkout" in capsys.readouterr().out
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import catalog, configs, legality
-from tl_attention.kernel_configs import (
+from tl_attention.config import catalog, configs, legality
+from tl_attention.config.kernel_configs import (
     BWD_SCHEDULES,
     SCHEDULES,
     BwdConfig,
@@ -24,7 +24,8 @@ from tl_attention.kernel_configs import (
     PartsConfig,
     parts_kernels,
 )
-from tl_attention.problem import (
+from tl_attention.config.register_levels import REGISTER_LEVEL, register_level
+from tl_attention.problem.attn_problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
     DIRECTIONS,
@@ -43,8 +44,7 @@ from tl_attention.problem import (
     tile_widths,
     tuning_key,
 )
-from tl_attention.register_levels import REGISTER_LEVEL, register_level
-from tl_attention.target import gpu_slug
+from tl_attention.problem.target import gpu_slug
 
 D128 = AttnProblem("bfloat16", 128, 128, True)
 D64 = AttnProblem("bfloat16", 64, 64, False)

@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from tl_attention import block_masks, create_block_mask, mask_picture
+from tl_attention import create_block_mask
+from tl_attention.api import block_masks, mask_picture
 from tl_attention.tracing import intervals
 from tl_attention.tracing.trace import trace
 

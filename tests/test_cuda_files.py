@@ -11,19 +11,19 @@ pytest.importorskip("tilelang")
 
 from tl_attention.compilation import pack, toolkit
 from tl_attention.compilation.compiler import TEMPLATES
-from tl_attention.kernels import bwd_round
+from tl_attention.config.part_configs import ITEM_ELEMENTS, STAGE_BYTES
+from tl_attention.config.round_configs import ROUND_STAGE_BYTES, ROUNDED_ROWS, ROUNDING_WARPS
+from tl_attention.kernels.backward.dq_sinks import round
 from tl_attention.kernels.cuda import FOLDER, fill, source
-from tl_attention.kernels.softmax import LOWEST
-from tl_attention.part_configs import ITEM_ELEMENTS, STAGE_BYTES
-from tl_attention.problem import TABLE_ROWS
-from tl_attention.round_configs import ROUND_STAGE_BYTES, ROUNDED_ROWS, ROUNDING_WARPS
+from tl_attention.kernels.seams.softmax import LOWEST
+from tl_attention.problem.attn_problem import TABLE_ROWS
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.cuh"))
 # Names in capitals that kernels fill in
 VALUES = {
-    "BLOCKS_OF_ROWS": bwd_round.BLOCKS_WITH_ROWS,
-    "BLOCKS_PER_TILE": bwd_round.BLOCKS_PER_TILE,
-    "DQ_WARPS": bwd_round.DQ_WARPS,
+    "BLOCKS_OF_ROWS": round.BLOCKS_WITH_ROWS,
+    "BLOCKS_PER_TILE": round.BLOCKS_PER_TILE,
+    "DQ_WARPS": round.DQ_WARPS,
     "ITEM_ELEMENTS": ITEM_ELEMENTS,
     "LOWEST": f"{LOWEST:.1e}f",
     "PAIR": "bf16x2",
@@ -114,8 +114,8 @@ def test_cuda_file_compiles_alone(name, tmp_path):
 
 
 def test_cuda_files_are_sources_of_every_kernel():
-    for template, _ in TEMPLATES.values():
-        assert set(FOLDER.iterdir()) - {FOLDER / "__pycache__"} <= set(pack.sources(template))
+    for template in TEMPLATES.values():
+        assert set(FOLDER.iterdir()) - {FOLDER / "__pycache__"} <= set(pack.sources(template.module))
 
 
 @pytest.mark.parametrize("name", NAMES)

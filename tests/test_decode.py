@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_attention import configs, launch
+from tl_attention import launch
+from tl_attention.config import configs
 from tl_attention.launch.common import PlanCache
-from tl_attention.options import Cache, Options
-from tl_attention.problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
+from tl_attention.problem.attn_problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
+from tl_attention.problem.options import Cache, Options
 
 D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
 

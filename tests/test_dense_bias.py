@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tl_attention import configs, create_block_mask, flash_attn_func, flex_attention, legality
+from tl_attention import create_block_mask, flash_attn_func, flex_attention
 from tl_attention.compilation import building
-from tl_attention.kernel_configs import BwdConfig, reduce_kernels
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdConfig, reduce_kernels
 from tl_attention.launch.traced import FIRST_UNIT, SLOT_EXPONENTS, SLOTS, Gradients, aligned
-from tl_attention.problem import BWD_TILE_WIDTHS, AttnProblem
+from tl_attention.problem.attn_problem import BWD_TILE_WIDTHS, AttnProblem
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.trace import trace
 

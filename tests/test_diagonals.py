@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 
-from tl_attention import configs, flex_attention, legality
+from tl_attention import flex_attention
 from tl_attention.compilation import building, compiler, toolkit
-from tl_attention.kernel_configs import BwdPass
-from tl_attention.problem import AttnProblem
-from tl_attention.program import MAX_DIAGONALS
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdPass
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.program import MAX_DIAGONALS
 from tl_attention.tracing.program_values import program_values
 from tl_attention.tracing.trace import trace
 

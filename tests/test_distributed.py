@@ -14,10 +14,10 @@ import pytest
 import torch
 from distributed_ranks import Processes
 
-from tl_attention import configs
 from tl_attention.compilation import building
-from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import BUCKETS, FEW_BUCKET, SPLIT_BUCKET, AttnProblem
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import KernelConfig
+from tl_attention.problem.attn_problem import BUCKETS, FEW_BUCKET, SPLIT_BUCKET, AttnProblem
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*CPU"), pytest.mark.xdist_group("distributed")]
 RANDOM = 200

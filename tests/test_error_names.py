@@ -22,7 +22,6 @@ from tl_attention import (
     flash_attn_with_kvcache,
     flex_attention,
     fp32_workspace_bytes,
-    hf,
     launch,
     merge_states,
     mha_bwd_interface,
@@ -31,6 +30,7 @@ from tl_attention import (
     ref_mha_fwd_interface,
 )
 from tl_attention.checks.transforms import Renaming
+from tl_attention.integrations import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16

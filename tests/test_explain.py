@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tl_attention import cli, configs, gpus
-from tl_attention.explain import command, measured, work
-from tl_attention.explain.work import EXPONENTIALS, MEMORY, TENSOR_CORES
-from tl_attention.gpus import H200
-from tl_attention.problem import DECODE, DIRECTIONS
+from tl_attention.config import configs, gpus
+from tl_attention.config.gpus import H200
+from tl_attention.problem.attn_problem import DECODE, DIRECTIONS
 from tl_attention.testing.shapes import Shape, chosen_shapes, sequences
+from tl_attention.tools import cli
+from tl_attention.tools.explain import command, measured, work
+from tl_attention.tools.explain.work import EXPONENTIALS, MEMORY, TENSOR_CORES
 
 SHAPES = chosen_shapes(["*"])
 PASSES = (*DIRECTIONS, DECODE)

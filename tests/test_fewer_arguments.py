@@ -10,9 +10,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 from tl_attention import create_block_mask, flex_attention
-from tl_attention.flex_lists import kept_mask, listed
+from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.launch.mask_bits import unpacked
-from tl_attention.program import LISTED_ROWS
+from tl_attention.problem.program import LISTED_ROWS
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
 from tl_attention.tracing import by_distance as tables
 from tl_attention.tracing.trace import trace
@@ -73,7 +73,7 @@ def test_bits_of_fewer_arguments_show_the_mask(reads, lengths, monkeypatch):
     """Bits as a GPU's call makes them: one word set per element of a block, whatever the mask_mod reads."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("tl_attention.flex_lists.stream_of", lambda device: 0)
+    monkeypatch.setattr("tl_attention.api.flex_lists.stream_of", lambda device: 0)
     mask_mod, table = mask_that(reads)
     batch, heads = (SIZES[name] if name in reads else None for name in "bh")
     # All blocks as partial: each has bits

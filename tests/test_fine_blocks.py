@@ -10,8 +10,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from tl_attention import block_masks, create_block_mask, flash_attn_func, flex_attention
-from tl_attention.flex_lists import kept_mask, listed
+from tl_attention import create_block_mask, flash_attn_func, flex_attention
+from tl_attention.api import block_masks
+from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.launch import block_lists, mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, states_of_rows
 from tl_attention.launch.mask_bits import unpacked
@@ -157,7 +158,7 @@ def as_on_gpu(mask: BlockMask, call, monkeypatch, by_bits: bool = True):
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr("tl_attention.flex_lists.stream_of", lambda device: 0)
+        patch.setattr("tl_attention.api.flex_lists.stream_of", lambda device: 0)
         return listed(call, kept_mask(mask), torch.empty(BATCH, HEADS, 1, 8), HEADS, by_bits)
 
 

@@ -18,11 +18,17 @@ from tl_attention import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    ops,
-    user_options,
 )
-from tl_attention.options import Options, canonical_window, parse_arguments, parse_options, rows_in_use
+from tl_attention.api import user_options
+from tl_attention.problem.options import (
+    Options,
+    canonical_window,
+    parse_arguments,
+    parse_options,
+    rows_in_use,
+)
 from tl_attention.reference import dropout_keep, rounded_dropout
+from tl_attention.torch_ops import ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16

@@ -14,11 +14,13 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from torch.overrides import TorchFunctionMode
 
 import tl_attention
-from tl_attention import block_masks, configs, flex_attention, legality
+from tl_attention import flex_attention
+from tl_attention.api import block_masks
+from tl_attention.api.flex_lists import kept_mask
 from tl_attention.compilation import building, compiler, toolkit
-from tl_attention.flex_lists import kept_mask
-from tl_attention.kernel_configs import BwdPass, FwdConfig
-from tl_attention.problem import DIRECTIONS, AttnProblem, tile_widths
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdPass, FwdConfig
+from tl_attention.problem.attn_problem import DIRECTIONS, AttnProblem, tile_widths
 from tl_attention.tracing.builtin_options import BuiltinOptions, builtin_options
 from tl_attention.tracing.trace import trace
 

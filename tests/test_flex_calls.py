@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from tl_attention import create_block_mask, flash_attn_func, flex, flex_attention
+from tl_attention import create_block_mask, flash_attn_func, flex_attention
+from tl_attention.api import flex
 from tl_attention.tracing.captures import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")

@@ -11,13 +11,22 @@ import torch
 from test_flex import HEADS, Captured, cases, causal, inputs, oracle, results
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tl_attention import configs, flash_attn_func, flex, flex_attention, legality
+from tl_attention import flash_attn_func, flex_attention
+from tl_attention.api import flex
+from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.compilation import building, cubin
-from tl_attention.flex_lists import kept_mask, listed
-from tl_attention.kernel_configs import BwdConfig, BwdPass
-from tl_attention.kernels.options import prelude
-from tl_attention.kernels.program_code import program_code
-from tl_attention.problem import BUCKETS, DIRECTIONS, FP32_DTYPES, SPLIT_BUCKET, AttnProblem, tile_widths
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdConfig, BwdPass
+from tl_attention.kernels.scores.options import prelude
+from tl_attention.kernels.scores.program_code import program_code
+from tl_attention.problem.attn_problem import (
+    BUCKETS,
+    DIRECTIONS,
+    FP32_DTYPES,
+    SPLIT_BUCKET,
+    AttnProblem,
+    tile_widths,
+)
 from tl_attention.reference import flex as reference
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.trace import trace

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from tl_attention import create_block_mask, flex_attention
-from tl_attention.program import Call, Program
+from tl_attention.problem.program import Call, Program
 from tl_attention.reference.flex import flex_reference, new_scores
 from tl_attention.tracing.builtin_options import builtin_options
 from tl_attention.tracing.trace import trace

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tl_attention import block_masks, create_block_mask, flash_attn_func, flex_attention
+from tl_attention import create_block_mask, flash_attn_func, flex_attention
+from tl_attention.api import block_masks
 from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import (
-    configs,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -19,15 +18,14 @@ from tl_attention import (
     flash_attn_with_kvcache,
     fp32_workspace_bytes,
     launch,
-    legality,
     mha_bwd_interface,
     mha_fwd_interface,
 )
 from tl_attention.checks.fp32 import has_gradient_kernels
-from tl_attention.kernel_configs import BwdConfig, BwdPass
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.bwd_passes import bwd_workspace_bytes
-from tl_attention.options import Options
-from tl_attention.problem import (
+from tl_attention.problem.attn_problem import (
     FP32_DTYPES,
     FP32_TILE_WIDTHS,
     OPTIONS,
@@ -36,6 +34,7 @@ from tl_attention.problem import (
     AttnProblem,
     tile_widths,
 )
+from tl_attention.problem.options import Options
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -66,7 +65,7 @@ def draw_qkv(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v=No
 
 
 def split(x, parts):
-    """The parts of x, as kernels/parts.py computes them."""
+    """The parts of x, as kernels/fp32/parts.py computes them."""
     found = []
     for _ in range(parts):
         found.append(x.bfloat16())
@@ -134,8 +133,8 @@ def seen_parts(call, monkeypatch):
         return q, q[..., 0]
 
     monkeypatch.setattr(launch, "forward", forward)
-    monkeypatch.setattr("tl_attention.ops.check_device_or_warn", lambda *_: None)
-    monkeypatch.setattr("tl_attention.ops.is_traced", lambda: False)
+    monkeypatch.setattr("tl_attention.torch_ops.ops.check_device_or_warn", lambda *_: None)
+    monkeypatch.setattr("tl_attention.torch_ops.ops.is_traced", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     call()
     return seen
@@ -477,7 +476,7 @@ def test_calls_of_one_part_run_in_bf16_and_return_fp32(call, shape, monkeypatch)
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
 def test_backward_of_one_part_runs_in_bf16_and_returns_fp32(monkeypatch):
-    monkeypatch.setattr("tl_attention.ops.runs_in_bf16", lambda q, parts: parts == 1)
+    monkeypatch.setattr("tl_attention.torch_ops.ops.runs_in_bf16", lambda q, parts: parts == 1)
     dout, q, k, v = draw(*[HEADS_FIRST] * 4)
     out, lse = mha_fwd_interface(q, k, v, precision="medium")
     found = mha_bwd_interface(dout, q, k, v, out, lse, precision="medium")

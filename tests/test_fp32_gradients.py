@@ -19,17 +19,12 @@ from test_fp32 import (
     error,
 )
 
-from tl_attention import (
-    configs,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    fp32_workspace_bytes,
-    mha_bwd_interface,
-)
+from tl_attention import flash_attn_func, flash_attn_varlen_func, fp32_workspace_bytes, mha_bwd_interface
 from tl_attention.compilation import building
+from tl_attention.config import configs
 from tl_attention.launch import bwd_kernels
-from tl_attention.options import Options
-from tl_attention.problem import FP32_DTYPES, PRECISIONS, AttnProblem, bwd_bucket, tile_widths
+from tl_attention.problem.attn_problem import FP32_DTYPES, PRECISIONS, AttnProblem, bwd_bucket, tile_widths
+from tl_attention.problem.options import Options
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from tl_attention import flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
 from tl_attention.compilation import building
-from tl_attention.configs import candidates, default_config, pick_config
-from tl_attention.kernel_configs import SCHEDULES, FwdConfig
+from tl_attention.config.configs import candidates, default_config, pick_config
+from tl_attention.config.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.launch.arrays import tma_ready
 from tl_attention.launch.common import PlanCache
-from tl_attention.problem import SPLIT_BUCKET, AttnProblem, tile_width
+from tl_attention.problem.attn_problem import SPLIT_BUCKET, AttnProblem, tile_width
+from tl_attention.problem.target import DTYPE_NAMES, sm_count
 from tl_attention.reference import attention_reference
-from tl_attention.target import DTYPE_NAMES, sm_count
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
 from tl_attention.testing.shapes import Shape

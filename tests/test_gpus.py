@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 
-from tl_attention import gpus, target
+from tl_attention.config import gpus
+from tl_attention.problem import target
 from tl_attention.testing import counts
 
 

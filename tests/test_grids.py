@@ -9,8 +9,8 @@ import torch
 
 from tl_attention import flash_attn_func, flash_attn_with_kvcache
 from tl_attention.compilation import compiler, manifest
-from tl_attention.kernel_configs import BwdReduce
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import BwdReduce
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.testing.numeric import check_bwd
 
 SHIPPED = manifest.shipped()

@@ -14,12 +14,11 @@ from tl_attention import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    hf,
     launch,
     mha_bwd_interface,
     mha_fwd_interface,
-    torch_backend,
 )
+from tl_attention.integrations import hf, torch_backend
 from tl_attention.reference import attention_backward_reference, attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tl_attention import flex_attention
 from tl_attention.launch.mask_bits import packed
-from tl_attention.program import BLOCK_BITS, HOW_BITS
+from tl_attention.problem.program import BLOCK_BITS, HOW_BITS
 from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")

@@ -41,7 +41,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tl_attention import hf, kvcache
+from tl_attention.api import kvcache
+from tl_attention.integrations import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()

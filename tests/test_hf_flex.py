@@ -27,8 +27,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tl_attention import block_masks, hf
-from tl_attention.checks.hf import is_block_mask
+from tl_attention.api import block_masks
+from tl_attention.integrations import hf
+from tl_attention.integrations.hf_checks import is_block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()

@@ -19,9 +19,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tl_attention import block_masks, hf
+from tl_attention.api import block_masks
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.hf import HARMLESS
+from tl_attention.integrations import hf
+from tl_attention.integrations.hf_checks import HARMLESS
 from tl_attention.reference import attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")

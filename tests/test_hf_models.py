@@ -13,7 +13,7 @@ import hf_models
 import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeModel
 
-from tl_attention import hf
+from tl_attention.integrations import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,7 +14,7 @@ from test_hf_flex import models as flex_models
 from transformers import StaticCache
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
-from tl_attention import hf
+from tl_attention.integrations import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()

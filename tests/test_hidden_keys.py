@@ -12,11 +12,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 from tl_attention import create_block_mask, flash_attn_func, flash_attn_varlen_func, flex_attention
-from tl_attention.flex_lists import kept_mask, listed
+from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, PARTIAL
 from tl_attention.launch.mask_bits import unpacked
-from tl_attention.program import Call, Program
+from tl_attention.problem.program import Call, Program
 from tl_attention.reference.flex import new_scores
 from tl_attention.tracing.trace import trace
 
@@ -208,7 +208,7 @@ def test_hidden_keys_of_lists_for_the_kernels(names, by_bits, monkeypatch):
     call = trace(given.get("score_mod"), mask.mask_mod, True, bias, True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("tl_attention.flex_lists.stream_of", lambda device: 0)
+    monkeypatch.setattr("tl_attention.api.flex_lists.stream_of", lambda device: 0)
     found = listed(call, kept_mask(mask), torch.empty(BATCH, HEADS, ROWS, 8), HEADS, by_bits)
     assert (found.blocks.bits is not None) == by_bits
     monkeypatch.undo()

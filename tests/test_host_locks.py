@@ -25,7 +25,7 @@ from fake_compiler import GOOD, PROBLEM
 
 from tl_attention.compilation import building, compiler, locks, pack, store
 from tl_attention.compilation.sandbox import Failure, Sandbox
-from tl_attention.kernel_configs import FwdConfig
+from tl_attention.config.kernel_configs import FwdConfig
 
 HERE = Path(__file__).parent
 PROCESSES = 12

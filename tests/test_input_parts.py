@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tl_attention import configs, launch, legality
-from tl_attention.kernel_configs import BwdConfig, BwdPass, FirstPartsConfig, FwdConfig, PartsConfig
+from tl_attention import launch
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdConfig, BwdPass, FirstPartsConfig, FwdConfig, PartsConfig
+from tl_attention.config.part_configs import ITEM_ELEMENTS, part_items, splits_keys, stores_key_parts
 from tl_attention.launch.common import tile_counts
 from tl_attention.launch.parts import AttentionTiles, FirstPartsLaunch
-from tl_attention.options import Options
-from tl_attention.part_configs import ITEM_ELEMENTS, part_items, splits_keys, stores_key_parts
-from tl_attention.problem import FP32_DTYPES, AttnProblem
+from tl_attention.problem.attn_problem import FP32_DTYPES, AttnProblem
+from tl_attention.problem.options import Options
 
 GPU = "NVIDIA H200"
 SMS = 132

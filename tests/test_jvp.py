@@ -22,9 +22,9 @@ from tl_attention import (
     mha_fwd_interface,
 )
 from tl_attention.compilation import building
-from tl_attention.kernel_configs import JvpConfig, jvp_kernels
-from tl_attention.legality import fault
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import JvpConfig, jvp_kernels
+from tl_attention.config.legality import fault
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.testing.numeric import check_jvp
 

@@ -19,11 +19,11 @@ from tl_attention import (
     launch,
     mha_bwd_interface,
     mha_fwd_interface,
-    ops,
-    user_options,
 )
+from tl_attention.api import user_options
 from tl_attention.launch.common import PlanCache, UnusedArguments
-from tl_attention.options import Options
+from tl_attention.problem.options import Options
+from tl_attention.torch_ops import ops
 
 BF16 = torch.bfloat16
 HEADS = 2
@@ -253,7 +253,7 @@ def test_each_thread_has_its_own_known_calls(kernels, checks):
 
 
 def test_functions_that_are_options_are_known(kernels, checks, monkeypatch):
-    monkeypatch.setattr("tl_attention.flex.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.flex.check_device_or_warn", lambda *_, **__: None)
     qkv = leaves(2, HEADS, 16, 64)
     for _ in range(3):
         flex_attention(*qkv, mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 5))
@@ -358,7 +358,7 @@ def test_fp32_launches_read_the_values_of_negated_views(memory):
 
 
 def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
-    monkeypatch.setattr("tl_attention.flex.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.flex.check_device_or_warn", lambda *_, **__: None)
     qkv, table, bias = leaves(2, HEADS, 16, 64), torch.full((HEADS,), 3.0), torch.randn(1, 1, 16, 16)
     for some in ((*qkv, table, bias), [negated(x) for x in (*qkv, table, bias)]):
         *inputs, captured, added = some
@@ -371,7 +371,7 @@ def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
 
 
 def test_launches_of_a_cache_read_values_and_refuse_negated_caches(memory, monkeypatch):
-    monkeypatch.setattr("tl_attention.kvcache.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.kvcache.check_device_or_warn", lambda *_, **__: None)
     monkeypatch.setattr(launch.decode, "_append_kernel", launch.decode._append_kernel.__wrapped__)
     q, k, v = (torch.randn(2, 1, HEADS, 64, dtype=BF16) for _ in range(3))
     caches = [torch.zeros(2, 32, HEADS, 64, dtype=BF16) for _ in range(2)]

@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import flash_attn_func, flash_attn_with_kvcache, kvcache, kvcache_workspace_bytes, launch
+from tl_attention import flash_attn_func, flash_attn_with_kvcache, kvcache_workspace_bytes, launch
+from tl_attention.api import kvcache
 from tl_attention.compilation import building
 from tl_attention.reference import attention_reference
 from tl_attention.reference.kvcache import rotary_reference

@@ -10,8 +10,8 @@ import importlib.util
 import pytest
 
 from tl_attention.compilation import compiler, layouts
-from tl_attention.kernel_configs import BwdPass, DecodeConfig, FwdConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import BwdPass, DecodeConfig, FwdConfig
+from tl_attention.problem.attn_problem import AttnProblem
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 

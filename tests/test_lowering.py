@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from seeds import commit_seed
 
-from tl_attention import catalog, configs
 from tl_attention.compilation import building, compiler, cubin, manifest, store, toolkit
-from tl_attention.kernel_configs import BwdPass, BwdSum, FwdConfig, append_kernel
-from tl_attention.problem import AttnProblem
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import BwdPass, BwdSum, FwdConfig, append_kernel
+from tl_attention.problem.attn_problem import AttnProblem
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang"),

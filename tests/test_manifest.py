@@ -17,7 +17,7 @@ from seeds import commit_seed
 
 from tl_attention.compilation import compiler, manifest, shadows, toolkit
 from tl_attention.compilation.manifest import Manifest, compare, faults
-from tl_attention.kernel_configs import (
+from tl_attention.config.kernel_configs import (
     BwdDelta,
     BwdPass,
     DecodeConfig,
@@ -26,9 +26,9 @@ from tl_attention.kernel_configs import (
     JvpConfig,
     TileTable,
 )
-from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.problem import AttnProblem
-from tl_attention.target import SMEM_LIMIT
+from tl_attention.config.legality import BARRIER_BYTES, smem_bytes
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.target import SMEM_LIMIT
 
 SHIPPED = manifest.shipped()
 TRACED = manifest.traced_kernels()

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason
 
 def blocks_of(seqlen_q: int, seqlen_k: int, first_query: int, block_M: int, block_N: int):
     """NearFirstKeyBlocks of a tile, with the numbers that start() computes, found here from all pairs."""
-    from tl_attention.kernels.mask import NEAR, Mask, NearFirstKeyBlocks
+    from tl_attention.kernels.scores.mask import NEAR, Mask, NearFirstKeyBlocks
 
     blocks = NearFirstKeyBlocks.__new__(NearFirstKeyBlocks)
     blocks.mask, blocks.block_M, blocks.block_N = Mask(False, seqlen_q, seqlen_k), block_M, block_N

@@ -15,11 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import configs, launch, legality
+from tl_attention import launch
 from tl_attention.compilation import building
-from tl_attention.kernel_configs import FwdConfig
-from tl_attention.options import Options
-from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem, tile_widths
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.problem.attn_problem import DIRECTIONS, OPTIONS, AttnProblem, tile_widths
+from tl_attention.problem.options import Options
 from tl_attention.reference import attention_backward_reference, dropout_keep, varlen_backward_reference
 from tl_attention.testing.numeric import check_bwd, check_fwd
 

@@ -19,10 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import __version__, cli, configs, doctor, legality
+from tl_attention import __version__
 from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
-from tl_attention.kernel_configs import BwdPass, BwdSum, DecodeCombine, DecodeConfig, FwdCombine, FwdConfig
-from tl_attention.problem import (
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import (
+    BwdPass,
+    BwdSum,
+    DecodeCombine,
+    DecodeConfig,
+    FwdCombine,
+    FwdConfig,
+)
+from tl_attention.problem.attn_problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
@@ -31,6 +39,7 @@ from tl_attention.problem import (
     buckets,
     tile_widths,
 )
+from tl_attention.tools import cli, doctor
 from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.xdist_group("pack")  # one process builds the pack

@@ -12,9 +12,11 @@ import math
 import pytest
 import torch
 
-from tl_attention import configs, flash_attn_varlen_func, legality, torch_backend
-from tl_attention.kernel_configs import FwdConfig
-from tl_attention.problem import SPLIT_BUCKET, TILE_WIDTHS, AttnProblem
+from tl_attention import flash_attn_varlen_func
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.integrations import torch_backend
+from tl_attention.problem.attn_problem import SPLIT_BUCKET, TILE_WIDTHS, AttnProblem
 from tl_attention.testing.numeric import check_fwd
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.needs import kernels_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tl_attention import launch
-from tl_attention.options import Options
+from tl_attention.problem.options import Options
 
 ROWS, BEFORE, AFTER = 300, 64, 100
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention.kernel_configs import FwdConfig
-from tl_attention.problem import AttnProblem
-from tl_attention.query_tiles import ROWS, end_at_last_query, first_queries
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.config.query_tiles import ROWS, end_at_last_query, first_queries
+from tl_attention.problem.attn_problem import AttnProblem
 
 
 @given(st.sampled_from([64, 128, 192]), st.integers(1, 2000), st.booleans())

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tl_attention import configs, legality
-from tl_attention.kernel_configs import FwdConfig
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.launch import common, fwd, tickets
 from tl_attention.launch.splits import (
     MERGE_STEPS,
@@ -20,7 +20,7 @@ from tl_attention.launch.splits import (
     share_arguments,
     shared_tiles,
 )
-from tl_attention.problem import BUCKETS, FEW_BUCKET, AttnProblem
+from tl_attention.problem.attn_problem import BUCKETS, FEW_BUCKET, AttnProblem
 
 # (width, causal) -> config of its shapes with few tiles per SM
 CONFIGS = {

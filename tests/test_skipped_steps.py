@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from test_fwd import run
 from test_options import Case, check
 
-from tl_attention import configs
-from tl_attention.kernel_configs import FwdConfig
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.config.query_tiles import first_queries, first_row, hides_last_steps, hides_steps
 from tl_attention.launch import fwd
-from tl_attention.options import Options
-from tl_attention.problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
-from tl_attention.query_tiles import first_queries, first_row, hides_last_steps, hides_steps
+from tl_attention.problem.attn_problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
+from tl_attention.problem.options import Options
 from tl_attention.testing.shapes import Shape
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tl_attention.kernel_configs import BwdPass
+from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.launch.bwd_passes import (
     PART_QUERIES,
     TILE_QUERIES,
@@ -21,7 +21,7 @@ from tl_attention.launch.bwd_passes import (
 )
 from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import COMBINE_STEPS, CTA_STEPS, PART_STEPS, key_splits
-from tl_attention.problem import MAX_SPLITS, AttnProblem
+from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
 
 SM_COUNTS = (
     16,

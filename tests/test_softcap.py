@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tl_attention import flash_attn_func, flash_attn_with_kvcache
-from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.softcap import COEFFICIENTS, LARGEST, PolynomialCap
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.kernels.scores.softcap import COEFFICIENTS, LARGEST, PolynomialCap
+from tl_attention.problem.attn_problem import AttnProblem
 
 TANH_RTOL = 2.0**-11  # of tanh.approx, by the PTX manual
 ROUNDING = 2.0**-20  # of fp32, in a product and a log-sum-exp

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tl_attention import launch
-from tl_attention.kernel_configs import FwdConfig
+from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.launch.splits import Sharing, fwd_bucket, key_splits, packed_splits, sharing
-from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS, AttnProblem
+from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
+from tl_attention.problem.options import Options
 
 SMS = 132
 
@@ -171,7 +171,7 @@ def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
 
 
 def test_merged_splits_equal_attention_to_all_keys():
-    """Formula of kernels/fwd_combine.py, with a split without keys and a row that sees no key."""
+    """Formula of kernels/forward/combine.py, with a split without keys and a row that sees no key."""
     scores, v = torch.randn(5, 12, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     scores[1] = -math.inf
     scores[2, :8] = -math.inf

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tl_attention.compilation import compiler, texts, toolkit
-from tl_attention.kernel_configs import BwdSum
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import BwdSum
+from tl_attention.problem.attn_problem import AttnProblem
 
 PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 OPTIONS = {"tl.enable_fast_math": True}

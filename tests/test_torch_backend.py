@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import bias, current_flash_attention_impl, list_flash_attention_impls
 from torch.nn.attention.varlen import varlen_attn
 
-from tl_attention import torch_backend
+from tl_attention.integrations import torch_backend
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from tl_attention import torch_backend
+from tl_attention.integrations import torch_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously")
 PAGE = Path(__file__).parents[1] / "docs" / "torch.md"

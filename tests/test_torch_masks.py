@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_attention import torch_backend, torch_masks
+from tl_attention.integrations import torch_backend, torch_masks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously"),

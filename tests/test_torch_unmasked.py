@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tl_attention import torch_backend, torch_masks, torch_unmasked
+from tl_attention.integrations import torch_backend, torch_masks, torch_unmasked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously"),

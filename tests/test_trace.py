@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from tl_attention.program import CAPTURED_DTYPES, Call, Program
+from tl_attention.problem.program import CAPTURED_DTYPES, Call, Program
 from tl_attention.reference.flex import new_scores
 from tl_attention.tracing.trace import trace
 from tl_attention.tracing.trace_ops import OPS

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("tilelang")
 
 from tl_attention.kernels.cuda import source
-from tl_attention.kernels.diagonals import sums_per_lane
-from tl_attention.program import diagonal_slots
+from tl_attention.kernels.scores.diagonals import sums_per_lane
+from tl_attention.problem.program import diagonal_slots
 
 NATIVE = Path(__file__).parent / "native"
 

@@ -3,8 +3,8 @@
 import importlib
 from types import ModuleType
 
-from tl_attention.block_masks import create_block_mask
-from tl_attention.flash import (
+from tl_attention.api.block_masks import create_block_mask
+from tl_attention.api.flash import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -12,16 +12,16 @@ from tl_attention.flash import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from tl_attention.flex import flex_attention
-from tl_attention.interface import (
+from tl_attention.api.flex import flex_attention
+from tl_attention.api.interface import (
     fp32_workspace_bytes,
     mha_bwd_interface,
     mha_fwd_interface,
     ref_mha_bwd_interface,
     ref_mha_fwd_interface,
 )
-from tl_attention.kvcache import flash_attn_with_kvcache, kvcache_workspace_bytes
-from tl_attention.merge import merge_states
+from tl_attention.api.kvcache import flash_attn_with_kvcache, kvcache_workspace_bytes
+from tl_attention.api.merge import merge_states
 from tl_attention.version import __version__
 
 __all__ = [
@@ -47,6 +47,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Import a public module at its first use: `import tl_attention` alone needs only torch and takes little time."""
-    if name in ("distributed", "hf", "torch_backend"):
+    if name in ("block_masks", "distributed", "hf", "mask_picture", "torch_backend"):
         return importlib.import_module(f"tl_attention.{name}")
     raise AttributeError(f"module 'tl_attention' has no attribute {name!r}")

@@ -12,11 +12,11 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tl_attention import flash_attn_with_kvcache, launch
-from tl_attention.catalog import PAGED
-from tl_attention.flex_lists import kept_mask, listed
-from tl_attention.options import Options
-from tl_attention.problem import DECODE, DTYPES, JVP, AttnProblem
-from tl_attention.program import Call
+from tl_attention.api.flex_lists import kept_mask, listed
+from tl_attention.config.catalog import PAGED
+from tl_attention.problem.attn_problem import DECODE, DTYPES, JVP, AttnProblem
+from tl_attention.problem.options import Options
+from tl_attention.problem.program import Call
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,

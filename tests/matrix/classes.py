@@ -7,10 +7,10 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention import catalog
 from tl_attention.compilation import manifest
-from tl_attention.kernel_configs import Config, DecodeConfig, JvpConfig, KernelConfig
-from tl_attention.problem import DTYPES, AttnProblem
+from tl_attention.config import catalog
+from tl_attention.config.kernel_configs import Config, DecodeConfig, JvpConfig, KernelConfig
+from tl_attention.problem.attn_problem import DTYPES, AttnProblem
 
 
 @dataclass(frozen=True)

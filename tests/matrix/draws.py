@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tl_attention import configs
-from tl_attention.catalog import PAGED
-from tl_attention.kernel_configs import PAGE_ROWS, BwdConfig, DecodeConfig, FwdConfig
-from tl_attention.problem import DECODE, JVP, decode_width, tile_width
+from tl_attention.config import configs
+from tl_attention.config.catalog import PAGED
+from tl_attention.config.kernel_configs import PAGE_ROWS, BwdConfig, DecodeConfig, FwdConfig
+from tl_attention.problem.attn_problem import DECODE, JVP, decode_width, tile_width
 
 from .classes import CallClass
 

@@ -19,7 +19,12 @@ from .memory import count_launches, replace_everywhere
 
 SMS = 132
 GPU = "NVIDIA H200"
-OUTSIDE = ("tl_attention.checks.common", "tl_attention.ops", "tl_attention.kvcache", "tl_attention.target")
+OUTSIDE = (
+    "tl_attention.checks.common",
+    "tl_attention.torch_ops.ops",
+    "tl_attention.api.kvcache",
+    "tl_attention.problem.target",
+)
 
 
 def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

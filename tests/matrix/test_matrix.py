@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import configs
 from tl_attention.compilation import manifest
-from tl_attention.problem import DECODE
+from tl_attention.config import configs
+from tl_attention.problem.attn_problem import DECODE
 
 from . import command, parent, report
 from .classes import pack_classes, shipped_classes

@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import catalog, configs, launch
-from tl_attention.catalog import PAGED
-from tl_attention.flex_lists import kept_mask, listed
-from tl_attention.options import Cache, Options
-from tl_attention.problem import (
-    DECODE,
-    DEFAULT_DTYPE,
-    DIRECTIONS,
-    DTYPES,
-    JVP,
-    AttnProblem,
-)
+from tl_attention import launch
+from tl_attention.api.flex_lists import kept_mask, listed
+from tl_attention.config import catalog, configs
+from tl_attention.config.catalog import PAGED
+from tl_attention.problem.attn_problem import DECODE, DEFAULT_DTYPE, DIRECTIONS, DTYPES, JVP, AttnProblem
+from tl_attention.problem.options import Cache, Options
 from tl_attention.tracing.trace import trace
 
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS

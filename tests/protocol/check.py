@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.kernel_configs import DecodeConfig
+from tl_attention.config.kernel_configs import DecodeConfig
 
 from . import externs
 from .launches import Launch

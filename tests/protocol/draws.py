@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 import zlib
 
-from tl_attention.catalog import PAGED
-from tl_attention.problem import DECODE, JVP
+from tl_attention.config.catalog import PAGED
+from tl_attention.problem.attn_problem import DECODE, JVP
 
 from .calls import Draw, Kind
 

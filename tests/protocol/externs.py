@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tl_attention.kernels.bwd_round import DQ_WARPS
-from tl_attention.kernels.bwd_round_packed import BLOCKS_PER_TILE
-from tl_attention.part_configs import ITEM_ELEMENTS
-from tl_attention.problem import TABLE_ROWS
-from tl_attention.round_configs import ROUNDED_ROWS
+from tl_attention.config.part_configs import ITEM_ELEMENTS
+from tl_attention.config.round_configs import ROUNDED_ROWS
+from tl_attention.kernels.backward.dq_sinks.round import DQ_WARPS
+from tl_attention.kernels.backward.dq_sinks.round_packed import BLOCKS_PER_TILE
+from tl_attention.problem.attn_problem import TABLE_ROWS
 
 from .machine import WARP, WARPS, Warp
 from .races import Fault

@@ -1,6 +1,6 @@
 """Launches of tl_attention without a GPU: calls on CPU tensors find their plans as on an H200, and their kernels compute nothing.
 
-`recorded(call)` returns a Launch per kernel. Tile tables of packed sequences are filled as kernels/tile_table.py fills them.
+`recorded(call)` returns a Launch per kernel. Tile tables of packed sequences are filled as kernels/sources/tile_table.py fills them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _kept(x: Any) -> Any:
 
 
 def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *rest: Any) -> None:
-    """Do the work of kernels/tile_table.py: tiles of TABLE_ROWS queries, those with the most steps first."""
-    from tl_attention.problem import TABLE_ROWS
+    """Do the work of kernels/sources/tile_table.py: tiles of TABLE_ROWS queries, those with the most steps first."""
+    from tl_attention.problem.attn_problem import TABLE_ROWS
 
     *tables, _, _, _, _, use_q, use_k, step_rows, left, right, by_sequence, _ = rest
     batch = len(cu_q) - 1
@@ -95,8 +95,8 @@ def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *re
 
 
 def fill_progress(problem: Any, first: Any, *arguments: Any) -> None:
-    """Do what kernels/first_parts.py does to counters: the items of the first heads are drawn and done."""
-    from tl_attention.part_configs import ITEM_ELEMENTS
+    """Do what kernels/fp32/first_parts.py does to counters: the items of the first heads are drawn and done."""
+    from tl_attention.config.part_configs import ITEM_ELEMENTS
 
     *_, progress, heads, _ = arguments
     rows = _kept(first).shape[1]
@@ -114,7 +114,7 @@ def _modules() -> tuple:
     """Modules whose names are replaced."""
     found = [
         importlib.import_module(name)
-        for name in ("tl_attention.ops", "tl_attention.kvcache", "tl_attention.target")
+        for name in ("tl_attention.torch_ops.ops", "tl_attention.api.kvcache", "tl_attention.problem.target")
     ]
     for package in ("tl_attention.launch", "tl_attention.checks"):
         for one in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -141,7 +141,7 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
     Raises RuntimeError if the package no longer has a name that is replaced.
     """
     from tl_attention.compilation import building
-    from tl_attention.kernel_configs import FirstPartsConfig, TileTable
+    from tl_attention.config.kernel_configs import FirstPartsConfig, TileTable
     from tl_attention.launch import common
 
     launches: list[Launch] = []

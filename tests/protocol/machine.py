@@ -198,7 +198,7 @@ class Warp:
 
     @property
     def role(self) -> str:
-        """Name of its role: the producer and the warps beside it are the last four, see kernels/roles.py."""
+        """Name of its role: the producer and the warps beside it are the last four, see kernels/seams/roles.py."""
         of = f" of CTA {list(self.cta.block.values())}" if len(self.machine.ctas) > 1 else ""
         if not self.last_group:
             return f"warpgroup {self.number // WARPS}, warp {self.number % WARPS}{of}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from tl_attention.compilation import compiler, manifest
-from tl_attention.kernel_configs import TileTable
+from tl_attention.config.kernel_configs import TileTable
 
 from .calls import Kind, call_of
 from .check import ORDERS, Program, check
@@ -87,7 +87,7 @@ def check_kind(
                 result.faults.setdefault(name, []).append(f"draw {number}: {draw}\n{runs[0]}")
             else:
                 result.passed[name] += 1
-                result.templates.add(compiler.template(launch.config)[0])
+                result.templates.add(compiler.template(launch.config).kind)
     result.seconds = time.time() - begin
     return result
 

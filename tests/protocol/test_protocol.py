@@ -13,7 +13,7 @@ import torch
 
 from tl_attention import kernels, launch
 from tl_attention.compilation import compiler
-from tl_attention.kernels.mask import KeyBlocks
+from tl_attention.kernels.scores.mask import KeyBlocks
 
 from . import externs
 from .calls import Draw, call_of, kinds
@@ -93,8 +93,8 @@ def test_every_template_is_checked_but_those_of_the_list():
         assert not result.faults
         passed |= result.templates
         skipped |= set(result.skipped.values())
-    not_checked = {compiler.TEMPLATES[config][0] for config in NOT_CHECKED}
-    assert passed == {name for name, _ in compiler.TEMPLATES.values()} - not_checked
+    not_checked = {compiler.TEMPLATES[config].kind for config in NOT_CHECKED}
+    assert passed == {template.kind for template in compiler.TEMPLATES.values()} - not_checked
     assert skipped == set(NOT_CHECKED.values())
 
 
@@ -114,7 +114,7 @@ def test_rotating_sample_of_kernels_has_no_fault():
 
 def test_models_name_functions_of_kernels():
     folder = Path(kernels.__file__).parent
-    paths = *folder.glob("*.py"), *folder.glob("cuda/*.cuh")
+    paths = *folder.glob("**/*.py"), *folder.glob("cuda/*.cuh")
     text = "".join(path.read_text() for path in paths)
     for name in (*externs.PURE, *externs.MODELS):
         stem = re.escape(name.rstrip("#"))

@@ -13,18 +13,15 @@ from types import MappingProxyType
 
 import torch
 
-from tl_attention.problem import MAX_HEAD_DIM
-from tl_attention.target import DTYPE_NAMES
+from tl_attention.problem.attn_problem import MAX_HEAD_DIM
+from tl_attention.problem.options import MAX_SCALE, MAX_SOFTCAP, MIN_SOFTCAP
+from tl_attention.problem.target import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
 FWD_DTYPES = (*DTYPES, torch.float32)  # dtypes of q, k and v without a cache, pages or out
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of the reference
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
-# Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. Within these
-# limits all results are finite in fp32; otherwise a query whose first keys are masked would get NaN
-MAX_SCALE = 2.0**60
-MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 BY_KEYWORD = (
     "; the parameters after v are in FlashAttention-2's order, dropout_p first: pass the others by keyword"
 )

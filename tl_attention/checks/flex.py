@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
-from tl_attention.problem import MAX_HEAD_DIM
-from tl_attention.program import BLOCK_BITS, HOW_BITS, Call
+from tl_attention.problem.attn_problem import MAX_HEAD_DIM
+from tl_attention.problem.program import BLOCK_BITS, HOW_BITS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32

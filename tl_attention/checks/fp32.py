@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tl_attention.checks.common import describe
-from tl_attention.problem import FP32_BWD_WIDTHS, PRECISIONS
+from tl_attention.problem.attn_problem import FP32_BWD_WIDTHS, PRECISIONS
 
 
 def check_precision(q: torch.Tensor, precision: str | None) -> int:

@@ -26,8 +26,8 @@ from tl_attention.checks.common import (
     expect_tensor,
     is_int,
 )
-from tl_attention.options import Cache
-from tl_attention.problem import MAX_HEAD_DIM
+from tl_attention.problem.attn_problem import MAX_HEAD_DIM
+from tl_attention.problem.options import Cache
 
 # Head dims of multi-head latent attention with absorbed weights, where v_cache is the first columns of k_cache
 LATENT = (576, 512)

@@ -21,7 +21,7 @@ import torch
 
 from tl_attention.checks.common import check_lengths, expect_tensor
 from tl_attention.checks.kvcache import cache_capacity
-from tl_attention.options import Cache, Options
+from tl_attention.problem.options import Cache, Options
 
 ALWAYS = os.environ.get("TL_ATTENTION_CHECK_LENGTHS") == "1"
 

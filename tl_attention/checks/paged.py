@@ -15,7 +15,7 @@ from tl_attention.checks.common import (
     expect_tensor,
 )
 from tl_attention.checks.kvcache import ALIGNMENT, check_page_strides, check_pages
-from tl_attention.problem import MAX_HEAD_DIM
+from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 
 
 def check_forward_only(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention.problem import MAX_JVP_HEAD_DIM
+from tl_attention.problem.attn_problem import MAX_JVP_HEAD_DIM
 
 FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)"
 PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # field of Options -> public argument

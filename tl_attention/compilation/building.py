@@ -26,8 +26,8 @@ from tl_attention.compilation.compiler import KernelKey
 from tl_attention.compilation.locks import Lock
 from tl_attention.compilation.sandbox import Failure, OutOfTime, Sandbox
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import KernelConfig
+from tl_attention.problem.attn_problem import AttnProblem
 
 TICK = 0.1  # seconds between checks of kernels that another process builds
 BUILD_LIMIT = 1800  # seconds of a builder per kernel, which takes some 10 s of a core

@@ -16,10 +16,10 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tl_attention.compilation import headers, layouts, texts, toolkit
-from tl_attention.kernel_configs import (
+from tl_attention.config.kernel_configs import (
     AppendConfig,
     BwdDelta,
     BwdPass,
@@ -35,28 +35,41 @@ from tl_attention.kernel_configs import (
     PartsConfig,
     TileTable,
 )
-from tl_attention.problem import AttnProblem
-from tl_attention.register_levels import REGISTER_LEVEL, register_level
-from tl_attention.target import TARGET
+from tl_attention.config.register_levels import REGISTER_LEVEL, register_level
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.target import TARGET
 
 KernelKey = tuple[AttnProblem, KernelConfig]  # identifies a kernel
 
-# Config class -> module of kernels/ and function in it. No template imports another; all import the other files of kernels/
+
+class Template(NamedTuple):
+    """A function that makes kernels."""
+
+    module: str  # in kernels/, such as forward.kernel
+    function: str
+
+    @property
+    def kind(self) -> str:
+        """Begin of the names of its compiled kernels, such as fwd."""
+        return self.function.removeprefix("flash_")
+
+
+# By config class. No template imports another; all import the other files of kernels/
 TEMPLATES = {
-    FwdConfig: ("fwd", "flash_fwd"),
-    PartsConfig: ("parts", "flash_parts"),
-    FirstPartsConfig: ("first_parts", "flash_first_parts"),
-    FwdCombine: ("fwd_combine", "flash_fwd_combine"),
-    JvpConfig: ("fwd_jvp", "flash_fwd_jvp"),
-    BwdDelta: ("bwd_delta", "flash_bwd_delta"),
-    BwdPass: ("bwd", "flash_bwd"),
-    "dq": ("bwd_dq", "flash_bwd_dq"),
-    BwdSum: ("bwd_sum", "flash_bwd_sum"),
-    BwdReduce: ("bwd_reduce", "flash_bwd_reduce"),
-    TileTable: ("tile_table", "flash_tile_table"),
-    DecodeConfig: ("decode", "flash_decode"),
-    DecodeCombine: ("decode_combine", "flash_decode_combine"),
-    AppendConfig: ("append", "flash_append"),
+    FwdConfig: Template("forward.kernel", "flash_fwd"),
+    PartsConfig: Template("fp32.parts", "flash_parts"),
+    FirstPartsConfig: Template("fp32.first_parts", "flash_first_parts"),
+    FwdCombine: Template("forward.combine", "flash_fwd_combine"),
+    JvpConfig: Template("forward.jvp", "flash_fwd_jvp"),
+    BwdDelta: Template("backward.delta", "flash_bwd_delta"),
+    BwdPass: Template("backward.by_keys", "flash_bwd"),
+    "dq": Template("backward.by_queries", "flash_bwd_dq"),
+    BwdSum: Template("backward.sum", "flash_bwd_sum"),
+    BwdReduce: Template("backward.dq_sinks.reduce", "flash_bwd_reduce"),
+    TileTable: Template("sources.tile_table", "flash_tile_table"),
+    DecodeConfig: Template("decode.kernel", "flash_decode"),
+    DecodeCombine: Template("decode.combine", "flash_decode_combine"),
+    AppendConfig: Template("decode.append", "flash_append"),
 }
 
 
@@ -68,16 +81,16 @@ class Rejected(RuntimeError):
     """CUDA source that nvcc rejects; the text has what nvcc printed."""
 
 
-def template(config: KernelConfig) -> tuple[str, str]:
-    """Module of kernels/ that makes a kernel, and the function in it."""
+def template(config: KernelConfig) -> Template:
+    """The function that makes a kernel."""
     by_queries = isinstance(config, BwdPass) and config.grads == "dq"
     return TEMPLATES["dq" if by_queries else type(config)]
 
 
 def trace(problem: AttnProblem, config: KernelConfig) -> Any:
     """Kernel in TileLang, a PrimFunc. Needs neither GPU nor nvcc."""
-    module, function = template(config)
-    return getattr(_kernel_module(module), function)(problem, config)
+    chosen = template(config)
+    return getattr(_kernel_module(chosen.module), chosen.function)(problem, config)
 
 
 def _kernel_module(name: str) -> ModuleType:
@@ -111,8 +124,7 @@ def _parse_functions_once() -> None:
 
 def pass_configs(problem: AttnProblem, config: KernelConfig) -> dict[str, object]:
     """Options of the compiler passes for a kernel."""
-    module, _ = template(config)
-    found = dict(_kernel_module(module).PASS_CONFIGS)
+    found = dict(_kernel_module(template(config).module).PASS_CONFIGS)
     if (level := register_level(problem, config)) != REGISTER_LEVEL:
         found["tl.ptxas_register_usage_level"] = level
     return found

@@ -13,15 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention.compilation import compiler, store, toolkit
-from tl_attention.kernel_configs import (
-    BwdPass,
-    DecodeConfig,
-    FwdConfig,
-    JvpConfig,
-    KernelConfig,
-)
-from tl_attention.problem import AttnProblem
-from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM
+from tl_attention.config.kernel_configs import BwdPass, DecodeConfig, FwdConfig, JvpConfig, KernelConfig
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM
 
 # Warnings of ptxas that mark a slow kernel. C7507: setmaxnreg is ignored; the others: each wgmma is followed by a wait
 WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")

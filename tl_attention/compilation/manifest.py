@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tl_attention import catalog, configs
 from tl_attention.compilation import building, compiler, cubin, toolkit
 from tl_attention.compilation.compiler import KernelKey
 from tl_attention.compilation.sandbox import Failure, Sandboxes
-from tl_attention.kernel_configs import (
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import (
     BwdDelta,
     BwdPass,
     BwdSum,
@@ -38,12 +38,10 @@ from tl_attention.kernel_configs import (
     PartsConfig,
     TileTable,
 )
-from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.part_configs import stores_key_parts
-from tl_attention.problem import (
-    AttnProblem,
-)
-from tl_attention.target import SMEM_LIMIT
+from tl_attention.config.legality import BARRIER_BYTES, smem_bytes
+from tl_attention.config.part_configs import stores_key_parts
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.target import SMEM_LIMIT
 
 # Fields of cubin.Report that an entry keeps
 REPORT_FIELDS = (

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tl_attention.compilation.compiler import TEMPLATES, template
-from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import KernelConfig
+from tl_attention.problem.attn_problem import AttnProblem
 
 DISTRIBUTION = "tl-attention-kernels"
 PACKAGE = "tl_attention_kernels"
@@ -34,31 +34,35 @@ _serials = itertools.count()
 
 @functools.cache
 def sources(template: str) -> tuple[Path, ...]:
-    """Files that determine the kernels of a template beside problem and config."""
+    """Files that determine the kernels of a template, named by its module, beside problem and config."""
     folder = Path(__file__).parents[1]
-    others = {name for name, _ in TEMPLATES.values()} - {template}
-    kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
+    others = {_file(each.module) for each in TEMPLATES.values()} - {_file(template)}
     return tuple(
         sorted(
             [
-                *kernels,
-                folder / "kernels/cuda/__init__.py",
+                *set(folder.glob("kernels/**/*.py")) - others,
                 *folder.glob("kernels/cuda/*.cuh"),
                 *(
                     folder / f"{name}.py"
                     for name in (
-                        "problem",
-                        "program",
-                        "kernel_configs",
-                        "part_configs",
-                        "round_configs",
-                        "register_levels",
-                        "target",
+                        "problem/attn_problem",
+                        "problem/program",
+                        "problem/target",
+                        "config/kernel_configs",
+                        "config/part_configs",
+                        "config/query_tiles",
+                        "config/register_levels",
+                        "config/round_configs",
                     )
                 ),
             ]
         )
     )
+
+
+def _file(module: str) -> Path:
+    """File of a module of kernels/."""
+    return Path(__file__).parents[1].joinpath("kernels", *module.split(".")).with_suffix(".py")
 
 
 @functools.cache
@@ -71,15 +75,15 @@ def _sources_digest(template: str) -> str:
 
 def sources_version() -> str:
     """Hash of the sources of all kernels, in a pack's version."""
-    text = " ".join(_sources_digest(name) for name, _ in TEMPLATES.values())
+    text = " ".join(_sources_digest(each.module) for each in TEMPLATES.values())
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def key(problem: AttnProblem, config: KernelConfig) -> str:
     """Name of a kernel in a pack: fwd- and a hash of its sources, problem and config. Compiler versions are not in it."""
-    module, _ = template(config)
-    text = f"{_sources_digest(module)} {problem!r} {config!r}"
-    return f"{module}-{hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]}"
+    chosen = template(config)
+    text = f"{_sources_digest(chosen.module)} {problem!r} {config!r}"
+    return f"{chosen.kind}-{hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]}"
 
 
 @dataclass(frozen=True)

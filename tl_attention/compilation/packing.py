@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tl_attention.arguments import at_least
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
+from tl_attention.problem.arguments import at_least
 from tl_attention.version import __version__
 
 MAX_BYTES = 40_000_000  # of a wheel

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from tl_attention import configs
 from tl_attention.compilation.compiler import KernelKey
-from tl_attention.problem import (
+from tl_attention.config import configs
+from tl_attention.problem.attn_problem import (
     BIAS_WIDTH,
     BUCKETS,
     DEFAULT_DTYPE,
@@ -21,7 +21,7 @@ from tl_attention.problem import (
     FP32_DTYPES,
     AttnProblem,
 )
-from tl_attention.program import Program
+from tl_attention.problem.program import Program
 from tl_attention.tracing.trace import trace
 
 FWD, BWD, BWD_DET = DIRECTIONS

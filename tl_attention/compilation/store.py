@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from tl_attention import configs
 from tl_attention.compilation import pack, toolkit
 from tl_attention.compilation.compiler import template
 from tl_attention.compilation.pack import PackedKernel
-from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import KernelConfig
+from tl_attention.problem.attn_problem import AttnProblem
 
 Kernel = Callable[..., None]
 
@@ -40,9 +40,9 @@ def kernel_path(problem: AttnProblem, config: KernelConfig) -> Path:
         RuntimeError: TileLang is not installed, so no kernel can be compiled here.
     """
     toolkit.require_tilelang(f"{problem}, {config} is not compiled", pack.advice)
-    module, _ = template(config)
-    key = f"{_sources_digest(module)} {problem!r} {config!r}"
-    return configs.cache_dir() / f"{module}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    chosen = template(config)
+    key = f"{_sources_digest(chosen.module)} {problem!r} {config!r}"
+    return configs.cache_dir() / f"{chosen.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
 def find(problem: AttnProblem, config: KernelConfig) -> PackedKernel | Path | None:

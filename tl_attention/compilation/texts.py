@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tl_attention.compilation import toolkit
-from tl_attention.target import TARGET
+from tl_attention.problem.target import TARGET
 
 FOLDER = "texts"  # in that of the store: a file per text, which has the name of a library
 CODE = "compiler", "headers", "layouts", "texts"  # modules here that make a library of a text

@@ -13,8 +13,8 @@ from tl_attention import launch
 from tl_attention.distributed.group import Ranks
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import ALL, NOTHING, Call, Mask, Needs
-from tl_attention.ops import bwd_op, fwd_op
-from tl_attention.options import MAX_WINDOW, Options, canonical_window
+from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
+from tl_attention.torch_ops.ops import bwd_op, fwd_op
 
 State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
@@ -288,7 +288,7 @@ class Attend:
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge results of the same queries in place, as kernels/results.py does.
+    """Merge results of the same queries in place, as kernels/forward/results.py does.
 
     Args:
         out, part: [batch, rows, heads, columns], out in fp32.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from tl_attention.api.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks.common import (
     check_deterministic,
     check_fwd,
@@ -29,9 +30,8 @@ from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
-from tl_attention.flash import Output, flash_attn_func, flash_attn_varlen_func
-from tl_attention.ops import check_device_or_warn, scale_of
-from tl_attention.options import as_stored, canonical_window, saveable
+from tl_attention.problem.options import as_stored, canonical_window, saveable
+from tl_attention.torch_ops.ops import check_device_or_warn, scale_of
 
 CLASSES = {"gather": Gather, "ring": Ring}
 Method = Gather | Ring

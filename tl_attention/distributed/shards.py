@@ -19,7 +19,7 @@ from tl_attention.distributed.layout import (
     shard_documents,
 )
 from tl_attention.distributed.pieces import CAUSAL
-from tl_attention.options import as_stored, canonical_window
+from tl_attention.problem.options import as_stored, canonical_window
 
 Lengths = torch.Tensor | Sequence[int] | None
 

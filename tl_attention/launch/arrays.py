@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention.checks.common import check_cache_strides
-from tl_attention.problem import FAR
+from tl_attention.problem.attn_problem import FAR
 
 DLPACK_CUDA = 2  # device type
 DLPACK_CODES = {torch.int32: 0, torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}  # element types
@@ -142,7 +142,7 @@ class ArgumentViews:
 
     Args:
         heads_first: tensors are [batch, heads, seqlen, head_dim]; else [batch, seqlen, heads, head_dim], the layout of the kernel.
-        packed: tensors are [1, total, heads, head_dim], and the kernel reads views in the layout of kernels.tiles.packed.
+        packed: tensors are [1, total, heads, head_dim], and the kernel reads views in the layout of sources.tiles.packed.
     """
 
     def __init__(self, heads_first: bool, *tensors: torch.Tensor, packed: bool = False):

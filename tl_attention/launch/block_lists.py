@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.launch.mask_bits import MaskBits, is_captured, mask_bits
-from tl_attention.program import (
+from tl_attention.problem.program import (
     BLOCK_BITS,
     GROUP_ROWS,
     HIDE_ALL,
@@ -104,8 +104,8 @@ class BlockLists:
     def by_queries(self, rows: int, step: int, held: bool = False) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
-        With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial
-        ones, and one past the last key.
+        With bits (spans, entries, places, bits). kernels/sources/block_lists.py says what they hold. Blocks that may hide keys come first:
+        partial ones, and one past the last key.
 
         Args:
             held: lists of a held row max, which begin with a block in which each query sees a key: a partial one, else a full one. It alone

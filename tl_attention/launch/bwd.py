@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention.checks.common import check_dropout_batch, check_one_tile
-from tl_attention.kernel_configs import BwdConfig
+from tl_attention.config.kernel_configs import BwdConfig
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_kernels import BwdKernels, cached_kernels, goes_by_sequence, kernel_key
 from tl_attention.launch.bwd_passes import (
@@ -33,10 +33,10 @@ from tl_attention.launch.common import (
 from tl_attention.launch.parts import BwdPartsLaunch, parts_launch
 from tl_attention.launch.seen import seen_queries
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
-from tl_attention.options import Options, as_stored
-from tl_attention.problem import TABLE_ROWS
-from tl_attention.program import Call
-from tl_attention.target import sm_count
+from tl_attention.problem.attn_problem import TABLE_ROWS
+from tl_attention.problem.options import Options, as_stored
+from tl_attention.problem.program import Call
+from tl_attention.problem.target import sm_count
 
 plan_cache = PlanCache()
 

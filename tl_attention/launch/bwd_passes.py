@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import BwdConfig, BwdPass
+from tl_attention.config.kernel_configs import BwdConfig, BwdPass
+from tl_attention.config.part_configs import stores_key_parts
+from tl_attention.config.round_configs import ring_tiles, slots_of
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.bwd_kernels import BwdKernels, goes_by_sequence
 from tl_attention.launch.common import (
@@ -27,10 +29,8 @@ from tl_attention.launch.parts import AttentionTiles
 from tl_attention.launch.seen import unseen_queries
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
-from tl_attention.options import UNLIMITED, Options, canonical_window, rounded_length
-from tl_attention.part_configs import stores_key_parts
-from tl_attention.problem import TABLE_ROWS, AttnProblem
-from tl_attention.round_configs import ring_tiles, slots_of
+from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
+from tl_attention.problem.options import UNLIMITED, Options, canonical_window, rounded_length
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
@@ -318,7 +318,7 @@ class KeyBuffers:
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
         """Set tiles, their number, counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`.
 
-        These are units of kernels/bwd_round.py, or by sequence tiles of the ring of kernels/bwd_round_packed.py.
+        These are units of dq_sinks/round.py of kernels/backward/, or by sequence tiles of the ring of dq_sinks/round_packed.py.
         """
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.parts

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import configs, legality
 from tl_attention.checks.common import check_config
 from tl_attention.compilation import building
 from tl_attention.compilation.building import compile_kernels
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
+from tl_attention.config import configs, legality
+from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.launch.arrays import RowWords
-from tl_attention.options import MAX_WINDOW, Options
-from tl_attention.problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, tuning_key
-from tl_attention.target import DTYPE_NAMES
+from tl_attention.problem.attn_problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, tuning_key
+from tl_attention.problem.options import MAX_WINDOW, Options
+from tl_attention.problem.target import DTYPE_NAMES
 
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
@@ -101,7 +101,7 @@ def tile_counts(
     sms: int,
     max_ctas: int = MAX_GRID,
 ) -> tuple[int, int, int]:
-    """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
+    """(blocks, group_heads, ctas): the launch arguments of kernels/seams/scheduler.py.
 
     Args:
         heads_sharing: number of heads that read the same data, of shared_bytes bytes.
@@ -248,7 +248,7 @@ class PackedTiles:
     """Makes the tile tables of packed sequences, and clears rows behind the last sequence. Serves one thread.
 
     Args:
-        kernel: compiled from kernels/tile_table.py.
+        kernel: compiled from kernels/sources/tile_table.py.
         batch: number of sequences.
         total_q, total_k: rows of the packed tensors.
         by_sequence: the table of keys is that of a sequence_order.SequenceOrder.
@@ -335,7 +335,7 @@ class PackedTiles:
 def option_arguments(
     options: Options, batch: int, heads: int, device: int, table: torch.Tensor | None = None
 ) -> tuple:
-    """Last arguments of a kernel with options, in the order of kernels/options.py."""
+    """Last arguments of a kernel with options, in the order of kernels/scores/options.py."""
     slopes, sink, rng, _, unused_table = unused_arguments(device)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.expand(batch, heads)

@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from tl_attention import configs
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
 from tl_attention.launch.arrays import ArgumentViews, page_rows_of
 from tl_attention.launch.common import (
     LN2,
@@ -20,9 +20,9 @@ from tl_attention.launch.common import (
     empty,
     unused_arguments,
 )
-from tl_attention.options import MAX_WINDOW, Cache, Options, as_stored
-from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
-from tl_attention.target import DTYPE_NAMES, sm_count
+from tl_attention.problem.attn_problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.problem.options import MAX_WINDOW, Cache, Options, as_stored
+from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence
 INVARIANT_KEYS = 1024  # keys per split with batch_invariant
@@ -37,7 +37,7 @@ def _query_rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
 
 
 def _split_rule(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
-    """Split rule of kernels/decode_work.py: 0: all keys are divided evenly among CTAs; n > 0: splits of n key blocks; -n: n splits.
+    """Split rule of kernels/decode/work.py: 0: all keys are divided evenly among CTAs; n > 0: splits of n key blocks; -n: n splits.
 
     Args:
         capacity: maximum number of keys per sequence.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import (
+from tl_attention.config.kernel_configs import (
     FirstPartsConfig,
     FwdCombine,
     FwdConfig,
@@ -39,8 +39,7 @@ from tl_attention.launch.common import (
 from tl_attention.launch.parts import AttentionTiles, halves, parts_launch
 from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
-from tl_attention.options import Options, as_stored
-from tl_attention.problem import (
+from tl_attention.problem.attn_problem import (
     MAX_SPLITS,
     SPLIT_BUCKET,
     TABLE_ROWS,
@@ -48,8 +47,9 @@ from tl_attention.problem import (
     length_bucket,
     window_bucket,
 )
-from tl_attention.program import Call
-from tl_attention.target import sm_count
+from tl_attention.problem.options import Options, as_stored
+from tl_attention.problem.program import Call
+from tl_attention.problem.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
 plan_cache = PlanCache()

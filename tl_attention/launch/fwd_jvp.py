@@ -6,14 +6,14 @@ import math
 
 import torch
 
-from tl_attention import legality
 from tl_attention.checks.common import check_config
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import JVP_CONFIGS, JvpConfig
+from tl_attention.config import legality
+from tl_attention.config.kernel_configs import JVP_CONFIGS, JvpConfig
 from tl_attention.launch.arrays import cut_columns, has_odd_columns, pad_columns, tma_ready
 from tl_attention.launch.common import LN2, compile_needed, dense, empty, tile_counts
-from tl_attention.problem import JVP, AttnProblem
-from tl_attention.target import DTYPE_NAMES, sm_count
+from tl_attention.problem.attn_problem import JVP, AttnProblem
+from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 _kernels: dict[AttnProblem, Kernel] = {}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tl_attention.program import LISTED_ROWS, Call
+from tl_attention.problem.program import LISTED_ROWS, Call
 from tl_attention.tracing.program_values import program_values
 
 MAX_BLOCKS = 2**14  # whose bits take 32 MB in each direction

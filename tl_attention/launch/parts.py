@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from tl_attention.compilation.store import Kernel
+from tl_attention.config.part_configs import FirstPartsConfig, part_items
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.common import FP32_NAMES, dense, empty
-from tl_attention.part_configs import FirstPartsConfig, part_items
-from tl_attention.problem import AttnProblem, tile_width
+from tl_attention.problem.attn_problem import AttnProblem, tile_width
 
 BF16_BYTES = 2
 
@@ -30,7 +30,7 @@ def parts_workspace_bytes(
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """View of an fp32 tensor as bf16 numbers, two per number: see kernels/split_tile.py."""
+    """View of an fp32 tensor as bf16 numbers, two per number: see kernels/seams/split_tile.py."""
     return x.view(torch.bfloat16)
 
 
@@ -45,7 +45,7 @@ class PartsLaunch:
     """Splits tensors of fixed shapes and strides before attention. Serves one thread.
 
     Args:
-        kernel: compiled from kernels/parts.py for `problem`.
+        kernel: compiled from kernels/fp32/parts.py for `problem`.
         heads_first: tensors are [batch, heads, seqlen, columns], else [batch, seqlen, heads, columns].
         tensors: k and v of a forward, q and dout of a backward.
     """
@@ -75,7 +75,7 @@ class AttentionTiles(NamedTuple):
     """Tiles of an attention kernel that makes parts.
 
     Attributes:
-        group: tiles of a group of heads, see kernels.scheduler.TileOrder.
+        group: tiles of a group of heads, see seams.scheduler.TileOrder.
         ctas: CTAs of the kernel, one per tile or one per SM.
         heads: heads of the split tensors that a tile reads.
     """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from tl_attention import configs
-from tl_attention.options import Options
-from tl_attention.problem import (
+from tl_attention.config import configs
+from tl_attention.problem.attn_problem import (
     BUCKET_ENDS,
     FEW_BUCKET,
     MAX_SPLITS,
@@ -20,6 +19,7 @@ from tl_attention.problem import (
     AttnProblem,
     length_bucket,
 )
+from tl_attention.problem.options import Options
 
 # Cost model of a split forward. Unit: a step over one key block (1.3 us at d128). Fixed cost of a CTA, with writing and reading its
 # partial output; cost of the combine kernel; cost of each partial output in it.

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from tl_attention.compilation.store import Kernel
-from tl_attention.options import as_stored
-from tl_attention.program import Call, Program, stored_dtype
+from tl_attention.problem.options import as_stored
+from tl_attention.problem.program import Call, Program, stored_dtype
 
 # Exact sums: 15 integers per element, number i in units of 2 ** (8 i - 87) for addends from 2 ** (8 i - 64) on, and a count of larger ones
 SLOTS = 16
@@ -31,7 +31,7 @@ def forward_program(program: Program) -> Program:
 
 
 def traced_arguments(call: Call) -> tuple:
-    """Captured tensors and numbers, in the order of kernels/traced.py."""
+    """Captured tensors and numbers, in the order of kernels/scores/traced.py."""
     dense = call.program.dense
     tensors = [
         _argument(aligned(x) if i in dense else x)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.program import Call
+from tl_attention.problem.program import Call
 from tl_attention.reference.attention import MAX_SCORES, true_fp32
 from tl_attention.tracing.program_values import program_index, program_values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tl_attention.problem import DECODE
+from tl_attention.problem.attn_problem import DECODE
 from tl_attention.testing.shapes import Shape, sequences
 
 PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP per clock x 1.98 GHz

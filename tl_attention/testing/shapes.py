@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tl_attention import configs
-from tl_attention.problem import OPTIONS, AttnProblem
+from tl_attention.config import configs
+from tl_attention.problem.attn_problem import OPTIONS, AttnProblem
 
 # Measurable directions beside DECODE, named by their passes; det: gradients are bit-equal from call to call
 DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.checks.common import MAX_SOFTCAP, MIN_SOFTCAP
-from tl_attention.options import UNLIMITED
-from tl_attention.program import BOOL, FLOAT, INT, LONG, Call, Program
+from tl_attention.problem.options import MAX_SOFTCAP, MIN_SOFTCAP, UNLIMITED
+from tl_attention.problem.program import BOOL, FLOAT, INT, LONG, Call, Program
 from tl_attention.tracing.program_values import program_values
 
 EXACT_CASTS = {(INT, LONG), (INT, FLOAT), (LONG, FLOAT)}  # exact for positions, which are below 2**24

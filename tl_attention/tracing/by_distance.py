@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tl_attention.program import FLOAT, INT, Call, Captured, Program, TensorGradient, Value
+from tl_attention.problem.program import FLOAT, INT, Call, Captured, Program, TensorGradient, Value
 from tl_attention.tracing.program_values import program_values, within
 
 # Scores of a launch from which on a table saves more than it takes (estimated). T5's buckets, 2**31 scores, backward: d128 7.59 ms, by

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.program import Value
+from tl_attention.problem.program import Value
 from tl_attention.tracing.trace_ops import ROUNDINGS, evaluate
 
 PASS_NOTHING = frozenset((*ROUNDINGS, "sign", "floor_divide", "detach"))  # their derivative is 0

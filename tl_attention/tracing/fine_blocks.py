@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from tl_attention.program import BOOL, INT, Call, Captured, Program, Value
+from tl_attention.problem.program import BOOL, INT, Call, Captured, Program, Value
 
 PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.program import BOOL, FLOAT, INT, LEAVES, LONG, Call, Value
+from tl_attention.problem.program import BOOL, FLOAT, INT, LEAVES, LONG, Call, Value
 from tl_attention.tracing.program_values import within
 from tl_attention.tracing.trace_ops import ROUNDINGS, TORCH_DTYPES, evaluate
 

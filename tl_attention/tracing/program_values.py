@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tl_attention.program import FLOAT, LEAVES, Call, Value
+from tl_attention.problem.program import FLOAT, LEAVES, Call, Value
 from tl_attention.tracing.trace_ops import TORCH_DTYPES, evaluate
 
 

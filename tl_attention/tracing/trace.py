@@ -22,7 +22,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from tl_attention.program import (
+from tl_attention.problem.program import (
     BOOL,
     FLOAT,
     INT,

@@ -10,17 +10,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from tl_attention.program import (
-    BOOL,
-    CAPTURED_DTYPES,
-    FLOAT,
-    INT,
-    LEAVES,
-    LONG,
-    Value,
-)
+from tl_attention.problem.program import BOOL, CAPTURED_DTYPES, FLOAT, INT, LEAVES, LONG, Value
 
-# Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/program_code.py has their CUDA
+# Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/scores/program_code.py has their CUDA
 FLOAT_FUNCTIONS = (
     "exp",
     "exp2",

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from tl_attention import configs
 from tl_attention.compilation import cubin
 from tl_attention.compilation.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
-from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, AttnProblem
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import KernelConfig
+from tl_attention.problem.attn_problem import DEFAULT_DTYPE, DIRECTIONS, AttnProblem
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.progress import track
 from tl_attention.tuning.results import Attempt, Kernel, append_log, attempt_table, save_winner

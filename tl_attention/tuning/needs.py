@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tl_attention import catalog, configs
-from tl_attention.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
-from tl_attention.problem import (
+from tl_attention.config import catalog, configs
+from tl_attention.config.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
+from tl_attention.problem.attn_problem import (
     DECODE,
     DECODE_TILE_WIDTHS,
     JVP,
@@ -19,9 +19,9 @@ from tl_attention.problem import (
     option_buckets,
     tile_widths,
 )
-from tl_attention.question import gpu_of, shape_bucket
-from tl_attention.target import gpu_name
+from tl_attention.problem.target import gpu_name
 from tl_attention.testing.shapes import Shape, sequences
+from tl_attention.tuning.question import gpu_of, shape_bucket
 from tl_attention.tuning.results import Kernel
 
 

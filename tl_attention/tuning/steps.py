@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tl_attention import configs
 from tl_attention.compilation import building, cubin
-from tl_attention.kernel_configs import Config, KernelConfig
-from tl_attention.options import Options
-from tl_attention.problem import (
+from tl_attention.config import configs
+from tl_attention.config.kernel_configs import Config, KernelConfig
+from tl_attention.problem.attn_problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     AttnProblem,
@@ -23,12 +22,13 @@ from tl_attention.problem import (
     tile_widths,
     tuning_key,
 )
-from tl_attention.question import gpu_of, shape_bucket
+from tl_attention.problem.options import Options
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
 from tl_attention.testing.shapes import Shape
+from tl_attention.tuning.question import gpu_of, shape_bucket
 
 FP32_ERROR = 1e-4  # largest rms error / rms value of a correct result
 RESULTS = {True: ("out", "lse"), False: ("dq", "dk", "dv")}  # of a forward, of a backward

@@ -1,4 +1,4 @@
-// Loop of the warps that round dQ, see bwd_round.py, which fills in the names in capitals.
+// Loop of the warps that round dQ, see dq_sinks/round.py, which fills in the names in capitals.
 // progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded.
 #pragma once
 #include "round_rows.cuh"

@@ -1,4 +1,4 @@
-// Loop of the warps that round dQ of packed sequences, see bwd_round_packed.py. bwd_round.py fills in the names in capitals.
+// Loop of the warps that round dQ of packed sequences, see dq_sinks/round_packed.py. dq_sinks/round.py fills in the names in capitals.
 // progress: blocks of ROUNDED_ROWS rows drawn; then per tile, at the first tile of a head of a sequence for all of them, DQ_WARPS times the
 // parts of tiles added; then per tile the blocks rounded. table: of a SequenceOrder.
 #pragma once

@@ -1,5 +1,5 @@
 // Rounding of rows of sums in the order of RowMajorBlocks.
-// bwd_round.py fills in PAIR, bf16x2 or f16x2, BLOCKS_OF_ROWS and ROUND_STAGE_BYTES.
+// dq_sinks/round.py fills in PAIR, bf16x2 or f16x2, BLOCKS_OF_ROWS and ROUND_STAGE_BYTES.
 #pragma once
 
 #include <tl_templates/cuda/copy_sm90.h>

@@ -1,0 +1,434 @@
+"""Block masks: which blocks of queries and keys are hidden, partial or full under a mask_mod, as torch's BlockMask.
+
+Bounds of the mask decide on most blocks (tracing/intervals.py). Undecided blocks are evaluated, first at a few elements each, then at
+all elements, a bounded number at a time. No tensor has an element per query and key.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from tl_attention.checks.common import expect_bool
+from tl_attention.checks.flex import LISTS, check_captured_sizes
+from tl_attention.checks.masks import (
+    check_blocks,
+    check_count,
+    check_lengths_tensor,
+    check_mask_function,
+    check_window_pair,
+)
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
+from tl_attention.problem.program import Call
+from tl_attention.tracing.builtin_options import seen_distances
+from tl_attention.tracing.captures import Captures, versions
+from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
+from tl_attention.tracing.program_values import program_values
+
+CHUNK = 2**24  # elements of a mask that are evaluated at once
+PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
+MAX_CACHED = 64
+_lock = threading.Lock()  # for the oldest of _cached to be one that is there
+
+_cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
+_made: weakref.WeakKeyDictionary[Any, tuple[Origin, ListsState]] = weakref.WeakKeyDictionary()
+
+
+@torch._disable_dynamo
+def create_block_mask(
+    mask_mod: Callable,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> Any:
+    """Create the BlockMask of a mask_mod: parameters, their order and the result are those of torch's create_block_mask.
+
+    Blocks are classified by bounds of the traced mask_mod, so memory grows with the number of blocks, not of elements. Causal masks,
+    windows, documents, prefixes and similar masks take some dozens of small operations. The host waits for two numbers: how many blocks
+    are undecided after the bounds, and after the probed elements. A mask of q_idx - kv_idx alone needs neither. A mask without captured
+    tensors is computed once per length and device.
+
+    Args:
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; see docs/flex.md for what it may do. and_masks and
+            or_masks of torch combine several.
+        B, H: number of batch entries and query heads, if the mask depends on them; None: one mask for all. If the mask does not depend on
+            them, the lists are views with stride 0 there.
+        Q_LEN, KV_LEN: number of queries and keys.
+        device: device of the lists and of captured tensors; None: the GPU, if there is one.
+        BLOCK_SIZE: queries and keys per block: an int or a pair.
+        _compile: accepted without effect; nothing is compiled.
+        separate_full_blocks: list full blocks in lists of their own, so that kernels skip mask_mod in them; False: list them as partial.
+        compute_dq_write_order, dq_kv_order: for PyTorch's FLASH backend; compute_dq_write_order has to be False.
+    Returns:
+        torch.nn.attention.flex_attention.BlockMask, with lists int32 in both directions. A block that ends past Q_LEN or KV_LEN is never
+        listed as full. The entries of an index row past its number of blocks are the remaining blocks, in order.
+    Raises:
+        TypeError, ValueError, NotImplementedError: which argument, or which operation of mask_mod, what was expected and what came.
+    Source: Dong et al. 2024 (FlexAttention) for the format.
+    """
+    check_mask_function(mask_mod)
+    expect_bool("separate_full_blocks", separate_full_blocks)
+    expect_bool("compute_dq_write_order", compute_dq_write_order)
+    if compute_dq_write_order:
+        raise NotImplementedError(
+            "compute_dq_write_order: expected False, got True; the order serves PyTorch's FLASH backend: call PyTorch's create_block_mask"
+        )
+    blocks = check_blocks(B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    return _block_mask(mask_mod, blocks, separate_full_blocks, exact=True)
+
+
+class Origin(NamedTuple):
+    """Mask that the lists of a BlockMask were made from.
+
+    Args:
+        key: everything that mask_mod captured then, by Captures; None if that cannot be compared.
+    """
+
+    mask_mod: Callable
+    key: tuple | None
+
+
+def origin_of_lists(block_mask: Any) -> Origin | None:
+    """Origin of the lists of a BlockMask that were made here; None if they were not, or have changed since."""
+    origin, lists = _made.get(block_mask, (None, None))
+    return origin if lists is not None and lists.are_in(block_mask) else None
+
+
+class ListsState:
+    """Lists by queries of a BlockMask, and how often each was changed in place; PyTorch counts no changes of inference tensors."""
+
+    def __init__(self, block_mask: Any):
+        self.tensors = [getattr(block_mask, name) for name in LISTS]
+        self.versions = versions(self.tensors)
+
+    def are_in(self, block_mask: Any) -> bool:
+        """True if the block mask has these lists, without a change since."""
+        partial_numbers, partial, full_numbers, full = self.tensors
+        return (
+            block_mask.kv_num_blocks is partial_numbers
+            and block_mask.kv_indices is partial
+            and block_mask.full_kv_num_blocks is full_numbers
+            and block_mask.full_kv_indices is full
+            and self.versions == versions(self.tensors)
+        )
+
+
+def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
+    trace, block_mask_class = _tools()
+    captures = Captures.of(mask_mod)
+    key, stream = None, stream_of(blocks.device)
+    if captures is not None and not captures.tensors and stream is not None:
+        key = captures.key, blocks, separate_full_blocks, exact, stream
+    lists, made_at = _cached.get(key, (None, None))
+    if lists is None or made_at != versions(lists):
+        call = trace(None, mask_mod, False)
+        sizes = {leaf: blocks.size(leaf) for leaf in AXES}
+        check_captured_sizes(call, sizes, blocks.device, "the device of the mask", "device")
+        try:
+            with torch.no_grad():
+                lists = _lists(*_states(call, blocks, exact), blocks, separate_full_blocks)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise NotImplementedError(
+                "mask_mod: expected tensors with values, from which the blocks follow, got fake ones; make the mask outside FakeTensorMode"
+            ) from None
+        if key is not None:
+            with _lock:
+                if len(_cached) >= MAX_CACHED:
+                    _cached.pop(next(iter(_cached)))
+                _cached[key] = lists, versions(lists)
+    made = block_mask_class(
+        (blocks.seqlen_q, blocks.seqlen_k),
+        *lists,
+        BLOCK_SIZE=(blocks.block_q, blocks.block_k),
+        mask_mod=mask_mod,
+    )
+    _made[made] = Origin(mask_mod, None if captures is None else captures.key), ListsState(made)
+    return made
+
+
+@functools.cache
+def _tools() -> tuple[Callable, type]:
+    """trace.trace and BlockMask, imported at the first call: the tools of torch that they need take time to import."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from tl_attention.tracing.trace import trace
+
+    return trace, BlockMask
+
+
+def _states(call: Call, blocks: Blocks, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partial, full): bool [batch or 1, heads or 1, rows, columns]."""
+    distances = seen_distances(call, max(blocks.seqlen_q, blocks.seqlen_k))
+    surely_full, empty = (
+        mask_bounds(call, blocks) if distances is None else distance_bounds(*distances, blocks)
+    )
+    inside = None if blocks.are_whole else _inside(blocks)
+    full = surely_full if inside is None else surely_full & inside
+    partial = ~(full | empty)
+    if not exact or call.program.mask is None or distances is not None:
+        return partial, full
+    undecided = partial if inside is None else ~(surely_full | empty)
+    left = undecided.nonzero()
+    if len(left):
+        seen, hidden = _seen_and_hidden(call, blocks, left, probe=True)
+        left = left[~(seen & hidden)]
+    if len(left):
+        seen, hidden = _seen_and_hidden(call, blocks, left, probe=False)
+        place = left.unbind(1)
+        full, whole = full.contiguous(), seen & ~hidden
+        full[place] = whole if inside is None else whole & inside[place[2:]]
+        partial[place] = seen & ~full[place]
+    return partial, full
+
+
+def _inside(blocks: Blocks) -> torch.Tensor:
+    """Blocks that end before the last query and key: bool [rows, columns]."""
+    sizes = (blocks.rows, blocks.block_q, blocks.seqlen_q), (blocks.columns, blocks.block_k, blocks.seqlen_k)
+    rows, columns = (torch.arange(n, device=blocks.device) < length // block for n, block, length in sizes)
+    return rows[:, None] & columns
+
+
+def _seen_and_hidden(
+    call: Call, blocks: Blocks, places: torch.Tensor, probe: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(some element is shown, some element is hidden): bool [blocks] each, of these blocks of a mask.
+
+    Args:
+        places: int64 [blocks, 4], batch entry, head, row and column.
+        probe: evaluate the first and the last few queries and keys of each block only.
+    """
+    stream = stream_of(blocks.device)
+    of_block = _offsets.__wrapped__ if stream is None else _offsets
+    offsets = [of_block(block, probe, blocks.device, stream) for block in (blocks.block_q, blocks.block_k)]
+    found = []
+    for part in places.to(torch.int32).split(max(1, CHUNK // (len(offsets[0]) * len(offsets[1])))):
+        batch, head, row, column = part[:, :, None, None].unbind(1)
+        query = row * blocks.block_q + offsets[0][:, None]
+        key = column * blocks.block_k + offsets[1]
+        if not blocks.are_whole:
+            there = (query < blocks.seqlen_q) & (key < blocks.seqlen_k)
+            query, key = query.clamp(max=blocks.seqlen_q - 1), key.clamp(max=blocks.seqlen_k - 1)
+        leaves = {"batch": batch, "head": head, "query": query, "key": key}
+        (mask,) = program_values(call, [call.program.mask], leaves)
+        if blocks.are_whole:
+            mask = mask.expand(len(part), *mask.shape[1:]).flatten(1)
+            found.append((mask.any(1), ~mask.all(1)))
+        else:
+            found.append(((mask & there).flatten(1).any(1), (~mask & there).flatten(1).any(1)))
+    return found[0] if len(found) == 1 else tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(block: int, probe: bool, device: torch.device, stream: int | None) -> torch.Tensor:
+    """Offsets of the queries or keys of a block that are evaluated, int32; cached per stream."""
+    offsets = torch.arange(block, dtype=torch.int32, device=device)
+    return torch.cat([offsets[:PROBED], offsets[-PROBED:]]) if probe and block > 2 * PROBED else offsets
+
+
+def _lists(
+    partial: torch.Tensor, full: torch.Tensor, blocks: Blocks, separate_full_blocks: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Numbers and indices of blocks in the order of the arguments of BlockMask: partial and full per row, then per column."""
+    kinds = [partial, full] if separate_full_blocks else [partial | full]
+    if blocks.rows == blocks.columns:
+        pairs = _numbers_and_indices(torch.stack([*kinds, *(kind.mT for kind in kinds)]))
+    else:
+        pairs = [
+            *_numbers_and_indices(torch.stack(kinds)),
+            *_numbers_and_indices(torch.stack(kinds).mT),
+        ]
+    lists = [[x.expand(blocks.batch, blocks.heads, *x.shape[2:]) for x in pair] for pair in pairs]
+    if not separate_full_blocks:
+        lists = [lists[0], [None, None], lists[1], [None, None]]
+    return tuple(x for pair in lists for x in pair)
+
+
+def _numbers_and_indices(kinds: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(number of blocks, indices: theirs, then those of the others) per row, int32, for each of kinds, bool [.., rows, columns]."""
+    numbers = kinds.sum(-1, dtype=torch.int32)
+    indices = kinds.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).to(torch.int32)
+    return list(zip(numbers, indices, strict=True))
+
+
+def causal(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Any:
+    """BlockMask of `q_idx >= kv_idx`: the diagonal is top-left if lengths differ.
+
+    This constructor and the following ones evaluate no mask_mod and never wait for the GPU. Each result has its function as `.mask_mod`,
+    for and_masks and or_masks.
+
+    Args:
+        seqlen_q, seqlen_k: number of queries and keys.
+        device: device of the lists; None: the GPU, if there is one.
+        block_size: queries and keys per block: an int or a pair.
+    """
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+def sliding_window(
+    seqlen_q: int,
+    seqlen_k: int,
+    window_size: tuple[int, int],
+    *,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Any:
+    """BlockMask of a window around each query, top-left aligned: `-right <= q_idx - kv_idx <= left`.
+
+    Args:
+        window_size: (left, right), keys before and after the query's own; -1: unbounded. (n - 1, 0) is causal with n keys.
+    """
+    left, right = check_window_pair(window_size)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        if left < 0 and right < 0:
+            return q_idx >= 0
+        if left < 0:
+            return kv_idx - q_idx <= right
+        if right < 0:
+            return q_idx - kv_idx <= left
+        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+    return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+def prefix_lm(
+    seqlen_q: int,
+    seqlen_k: int,
+    prefix: int | torch.Tensor,
+    *,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Any:
+    """BlockMask of a prefix that all queries see, and a causal mask after it: `(kv_idx < prefix) | (q_idx >= kv_idx)`.
+
+    Args:
+        prefix: length of the prefix: an int, or int32 or int64 [batch] on `device`.
+    """
+    lengths = check_lengths_tensor("prefix", prefix, 1) if isinstance(prefix, torch.Tensor) else None
+    if lengths is None:
+        check_count("prefix", prefix, 0)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx < (prefix if lengths is None else lengths[b])) | (q_idx >= kv_idx)
+
+    batch = None if lengths is None else len(lengths)
+    return _bounded(mask_mod, batch, seqlen_q, seqlen_k, _device_of(lengths, device), block_size)
+
+
+def document_ids(cu_seqlens: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """Document of each position, int32 [seqlen], from the bounds of packed documents.
+
+    Args:
+        cu_seqlens: int32 or int64 [documents + 1], starting at 0, never decreasing. Positions past its last entry form one more
+            document.
+    """
+    check_lengths_tensor("cu_seqlens", cu_seqlens, 1)
+    check_count("seqlen", seqlen, 0)
+    positions = torch.arange(seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)
+
+
+def documents(
+    ids: torch.Tensor,
+    *,
+    causal: bool = True,
+    block_size: int | tuple[int, int] = 128,
+) -> Any:
+    """BlockMask of packed documents: a query sees the keys of its document, and with `causal` only those up to its own.
+
+    Args:
+        ids: document of each position, int32 or int64 [seqlen] or [batch, seqlen], such as document_ids() returns. A document may
+            have several runs of positions; blocks between its runs are then listed as partial.
+    """
+    check_lengths_tensor("ids", ids, 1, 2)
+    expect_bool("causal", causal)
+    rows = ids if ids.ndim == 2 else None
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        same = ids[q_idx] == ids[kv_idx] if rows is None else rows[b, q_idx] == rows[b, kv_idx]
+        return same & (q_idx >= kv_idx) if causal else same
+
+    seqlen = ids.shape[-1]
+    return _bounded(mask_mod, None if rows is None else len(rows), seqlen, seqlen, ids.device, block_size)
+
+
+def dilated(
+    seqlen_q: int,
+    seqlen_k: int,
+    dilation: int,
+    *,
+    causal: bool = True,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Any:
+    """BlockMask of every `dilation`-th key, counted from the query's own; with `causal` only keys up to it."""
+    check_count("dilation", dilation, 1)
+    expect_bool("causal", causal)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        every = (q_idx - kv_idx) % dilation == 0
+        return every & (q_idx >= kv_idx) if causal else every
+
+    return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+def block_diagonal(
+    seqlen_q: int,
+    seqlen_k: int,
+    size: int,
+    *,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Any:
+    """BlockMask of chunks of `size` positions that see themselves: `q_idx // size == kv_idx // size`."""
+    check_count("size", size, 1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx // size == kv_idx // size
+
+    return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+@torch._disable_dynamo
+def _bounded(
+    mask_mod: Callable,
+    batch: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device | str | None,
+    block_size: int | tuple[int, int],
+) -> Any:
+    """BlockMask from bounds alone: undecided blocks are listed as partial."""
+    names = {"Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k", "BLOCK_SIZE": "block_size"}
+    try:
+        blocks = check_blocks(batch, None, seqlen_q, seqlen_k, device, block_size)
+    except ARGUMENT_ERRORS as error:
+        raise Renaming(names).of(error) from None
+    return _block_mask(mask_mod, blocks, True, exact=False)
+
+
+def _device_of(tensor: torch.Tensor | None, device: torch.device | str | None) -> torch.device | str | None:
+    return device if tensor is None or device is not None else tensor.device

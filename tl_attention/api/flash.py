@@ -1,0 +1,390 @@
+"""FlashAttention-2's functions: its parameters in its order, then further ones by keyword only.
+
+Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] for packed sequences. The log-sum-exp is natural. The order
+is: softmax_scale, softcap, ALiBi, masks, softmax (the sink is one of its scores), dropout. The diagonal of query i is key
+i + seqlen_k - seqlen_q (bottom-right alignment); positions and lengths count within a sequence.
+
+Parameters of all functions:
+
+Args:
+    softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with log2(e) and the lowest row max, -1e20,
+        is finite in fp32. It may be negative or 0. None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays
+        below about 2 ** 30.
+    causal: a query sees no key past its diagonal.
+    window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
+        limit. With causal, right is 0. Bounds below -1 are refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
+    softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
+    alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|. Not differentiable.
+    learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no value. It is neither scaled nor capped,
+        and counts in softmax_lse. Differentiable.
+    dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at least 1/256 if > 0, at most 255/256. Kept
+        weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
+    rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask depends on it, on the entry of the batch, the
+        head, and the positions in the sequence. None: drawn from torch's generator. Unused without dropout.
+    deterministic: bitwise equal gradients from run to run; docs/numerics.md says how much longer the backward takes. The forward
+        always is. torch.use_deterministic_algorithms(True) sets it, too.
+    return_attn_probs: also return the log-sum-exp.
+    precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
+        that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
+        Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
+    num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem. Only in flash_attn_func and
+        flash_attn_varlen_func.
+    check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. Only in functions of
+        packed sequences. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call. See checks/lengths.py.
+Returns:
+    out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
+    softmax_lse is [batch, heads, seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that sees no key has
+    out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse = sink. out and softmax_lse are differentiable once: there is no
+    second derivative.
+Raises:
+    TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
+    IndexError: with check_lengths, which value is wrong.
+Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from tl_attention.api.flex import attend_by_functions
+from tl_attention.api.paged import attend_packed
+from tl_attention.api.user_options import UserOptions, attention_with_options
+from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.common import check_packed, expect_bool
+from tl_attention.checks.keywords import unknown_keyword
+from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
+from tl_attention.torch_ops.ops import attention
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+_QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
+_KV = NAMES[1]._replace(tensor="kv")
+# Name in an error of the checks -> argument of the packed function
+_QKV_NAMES = Renaming(dict.fromkeys(("q", "k", "v"), "qkv"))
+_KV_NAMES = Renaming({"q": "q", "k": "kv", "v": "kv"})
+_VARLEN_QKV_NAMES = Renaming(
+    _QKV_NAMES.names
+    | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
+    | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    return_attn_probs: bool,
+    asked: tuple,  # fields of UserOptions in order
+) -> Output:
+    if return_attn_probs is not False:
+        expect_bool("return_attn_probs", return_attn_probs)
+    window_size, softcap, dropout_p, alibi_slopes, sink, rng_state, num_splits, lengths, precision = asked
+    plain = (
+        lengths is precision is None
+        and type(num_splits) is int
+        and not num_splits
+        and alibi_slopes is None
+        and sink is None
+        and rng_state is None
+        and type(window_size) is tuple
+        and type(softcap) is type(dropout_p) is float
+        and (dropout_p, window_size, softcap) == (0, (-1, -1), 0)
+    )
+    if plain:
+        out, lse = attention(q, k, v, softmax_scale, causal, False, False, deterministic)
+    else:
+        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, asked)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: Lengths,
+    check_lengths: bool,
+    names: tuple[Names, Names] = NAMES,
+) -> Lengths:
+    """Lengths of packed sequences; their values are checked if check_lengths or the environment asks for it."""
+    if check_lengths is False and not checks_lengths.ALWAYS:
+        return lengths
+    expect_bool("check_lengths", check_lengths)
+    return checked_lengths(q, k, lengths, names)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
+    num_splits: int = 0,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: Any = None,
+    attn_bias: torch.Tensor | None = None,
+    **unknown: NoReturn,
+) -> Output:
+    """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
+
+    Args:
+        q: [batch, seqlen_q, heads, head_dim], bfloat16, float16 or float32; head_dim at most 256. If it is no multiple of 8, q, k and v
+            are copied to padded columns.
+        k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
+        v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
+            q, k and v may have any strides with a contiguous last dimension; mha_fwd_interface says which are copied.
+        score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be off.
+
+    Options, result and errors: see the docstring of tl_attention.flash.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_func, unknown)
+    asked = (
+        window_size,
+        softcap,
+        dropout_p,
+        alibi_slopes,
+        learnable_sink,
+        rng_state,
+        num_splits,
+        None,
+        precision,
+    )
+    if score_mod is mask_mod is block_mask is attn_bias is None:
+        return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
+    expect_bool("return_attn_probs", return_attn_probs)
+    functions = score_mod, mask_mod, block_mask, attn_bias
+    out, lse = attend_by_functions(q, k, v, functions, softmax_scale, deterministic, (causal, *asked))
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
+    **unknown: NoReturn,
+) -> Output:
+    """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
+
+    Args:
+        qkv: [batch, seqlen, 3, heads, head_dim], any strides with a contiguous last dimension.
+
+    Options, result and errors: see the docstring of tl_attention.flash.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_qkvpacked_func, unknown)
+    check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
+    try:
+        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise _QKV_NAMES.of(error) from None
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
+    **unknown: NoReturn,
+) -> Output:
+    """flash_attn_func of k and v packed in one tensor, which gets one gradient.
+
+    Args:
+        q: [batch, seqlen_q, heads, head_dim].
+        kv: [batch, seqlen_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
+
+    Options, result and errors: see the docstring of tl_attention.flash.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_kvpacked_func, unknown)
+    check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
+    try:
+        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise _KV_NAMES.of(error) from None
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
+    num_splits: int = 0,
+    check_lengths: bool = False,
+    out: torch.Tensor | None = None,
+    **unknown: NoReturn,
+) -> Output:
+    """flash_attn_func per sequence of a batch of packed sequences.
+
+    Args:
+        q: [total_q, heads, head_dim].
+        k: [total_k, heads_kv, head_dim].
+        v: [total_k, heads_kv, head_dim_v].
+        cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1],
+            exclusive. They must start at 0, never decrease and stay within the tensors. On a GPU only check_lengths checks this: with other
+            values the kernels may read and write other memory. A sequence may be empty. cu_seqlens_k may be None with block_table.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is accepted but not read:
+            the total number of rows replaces it.
+        block_table: [batch, pages per sequence], int32, for keys in pages: page i of a sequence holds its keys from i * page_size on;
+            entries past its length are not read. k and v are then [pages, page_size, heads_kv, head_dim or head_dim_v], with the
+            strides of k_cache in flash_attn_with_kvcache, and page_size is a multiple of 16. The key length of a sequence is seqused_k[i],
+            or where seqused_k is None cu_seqlens_k[i + 1] - cu_seqlens_k[i]; one of the two may be None. Pages are never copied.
+            Gradients, dropout and vmap are refused.
+        seqused_q, seqused_k: [batch], int32: only the first seqused[i] rows of sequence i are used, also by the masks. Rows beyond are
+            not read; their out and gradients are 0, their softmax_lse is -inf. Each is between 0 and the length of its sequence;
+            on a GPU only check_lengths checks this.
+        out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no memory with q, k and v. It is
+            written and returned; gradients and vmap are refused. None: a new tensor.
+
+    Rows past the last sequence are not read; their out and gradients are 0, their softmax_lse is -inf.
+    Options, result and errors: see the docstring of tl_attention.flash.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_func, unknown)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits
+    if block_table is not None or out is not None:
+        if return_attn_probs is not False:
+            expect_bool("return_attn_probs", return_attn_probs)
+        options = UserOptions(*asked, lengths, precision), block_table, out, check_lengths
+        out, lse = attend_packed(q, k, v, softmax_scale, causal, deterministic, *options)
+        return (out, lse, None) if return_attn_probs else out
+    asked = *asked, _lengths(q, k, lengths, check_lengths), precision
+    return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
+    check_lengths: bool = False,
+    **unknown: NoReturn,
+) -> Output:
+    """flash_attn_varlen_func of q, k and v packed in one tensor, which gets one gradient; q and k share cu_seqlens.
+
+    Args:
+        qkv: [total, 3, heads, head_dim], any strides with a contiguous last dimension.
+        cu_seqlens, max_seqlen: as in flash_attn_varlen_func.
+
+    Options, result and errors: see the docstring of tl_attention.flash.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_qkvpacked_func, unknown)
+    check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
+    lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths, precision
+    try:
+        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise _VARLEN_QKV_NAMES.of(error) from None
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
+    check_lengths: bool = False,
+    **unknown: NoReturn,
+) -> Output:
+    """flash_attn_varlen_func of k and v packed in one tensor, which gets one gradient.
+
+    Args:
+        q: [total_q, heads, head_dim].
+        kv: [total_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in flash_attn_varlen_func.
+
+    Options, result and errors: see the docstring of tl_attention.flash.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_kvpacked_func, unknown)
+    check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
+    lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths, precision
+    try:
+        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise _KV_NAMES.of(error) from None

@@ -1,0 +1,213 @@
+"""Research interface: [batch, heads, seqlen, head_dim] tensors, log-sum-exp in base 2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from tl_attention import launch
+from tl_attention.checks.common import (
+    FLOATS,
+    FWD_DTYPES,
+    check_device,
+    check_fwd,
+    check_reference,
+    expect_bool,
+    expect_like,
+    expect_tensor,
+)
+from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
+from tl_attention.checks.keywords import unknown_keyword
+from tl_attention.problem.attn_problem import MAX_HEAD_DIM
+from tl_attention.problem.options import Options
+from tl_attention.reference import attention_backward_reference, attention_reference
+from tl_attention.torch_ops.ops import attention, attention_backward, in_bf16, scale_of
+
+
+def mha_fwd_interface(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+    return_kernel: bool = False,
+    *,
+    precision: str | None = None,
+    **unknown: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor] | Callable:
+    """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp per row in BASE 2.
+
+    Args:
+        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16, float16 or float32; head_dim_qk at most 256.
+        k: [batch, heads_kv, seqlen_kv, head_dim_qk], heads a multiple of heads_kv.
+        v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
+            Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
+            cannot address is copied: one with a stride of 0, with a stride or address that is no multiple of 16 bytes, or with a head
+            dim that is no multiple of 8.
+        sm_scale: multiplies the scores; at most 2 ** 60 in magnitude, may be negative or 0; None: head_dim_qk ** -0.5. The kernel
+            is exact while |score * sm_scale| stays below about 2 ** 30.
+        is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
+        return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.
+        precision: that of products of fp32 tensors: "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only
+            with fp32 tensors; see flash.py.
+    Returns:
+        out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
+        2 ** (score * sm_scale * log2 e); multiply by ln 2 for the natural log. A query that sees no key has out 0 and lse -inf.
+        Both are differentiable, once.
+    Raises:
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
+    Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
+    """
+    if unknown:
+        raise unknown_keyword(mha_fwd_interface, unknown)
+    if return_kernel is not False:
+        expect_bool("return_kernel", return_kernel)
+        check_fwd(q, k, v, sm_scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
+        return _kernel_like(q, k, v, sm_scale, is_causal, check_precision(q, precision))
+    return attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True, precision=precision)
+
+
+def _kernel_like(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool, parts: int
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
+    scale = scale_of(q, sm_scale)
+    run = attention
+    if q.device.type != "cpu":
+        check_device(q)
+        options = Options(parts=parts) if parts > 1 else None
+        run = functools.partial(_forward_in_bf16 if parts == 1 else launch.forward, options=options)
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
+
+    kernel(q, k, v)
+    return kernel
+
+
+def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """launch.forward of fp32 tensors rounded to bf16."""
+    return in_bf16(lambda *half: launch.forward(*half, *arguments[3:], **options), *arguments[:3])
+
+
+def _backward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """launch.backward of fp32 tensors rounded to bf16."""
+    return in_bf16(lambda *half: launch.backward(*half, *arguments[5:], **options), *arguments[:5])
+
+
+def ref_mha_fwd_interface(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None = None, is_causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of mha_fwd_interface: the plain formula in fp32, on any device. The tests compare with it.
+
+    Returns:
+        out in fp32 (not rounded to the dtype of q), and lse in base 2, fp32; shapes and edge values as mha_fwd_interface.
+    """
+    check_reference(q, k, v, sm_scale, is_causal)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = attention_reference(q, k, v, sm_scale, is_causal, lse_base2=True)
+    return out.transpose(1, 2), lse
+
+
+def mha_bwd_interface(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+    deterministic: bool = False,
+    return_kernel: bool = False,
+    *,
+    precision: str | None = None,
+    **unknown: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
+    """Gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
+
+    Args:
+        do: [batch, heads, seqlen_q, head_dim_v], the gradient with respect to out, in its dtype; any strides.
+        q, k, v, sm_scale, is_causal: as in the forward.
+        out, lse: results of the forward, lse in base 2.
+        deterministic: bitwise equal from run to run; docs/numerics.md says how much longer it takes.
+            torch.use_deterministic_algorithms(True) sets it, too. Otherwise the order of the sums of dq may vary.
+        return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these and without
+            checks, for timing.
+        precision: as in the forward.
+    Returns:
+        dq, dk, dv: shaped as q, k, v, in their dtype; dk and dv are summed in fp32 over the query heads of a key head. A query
+        that sees no key has gradient 0 and adds nothing to dk and dv.
+    Raises:
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
+    Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
+    """
+    if unknown:
+        raise unknown_keyword(mha_bwd_interface, unknown)
+    expect_bool("return_kernel", return_kernel)
+    grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic, precision)
+    if not return_kernel:
+        return grads
+    parts = check_precision(q, precision)
+    if q.device.type == "cpu" or not has_gradient_kernels(q, v, parts):
+        return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
+    options = Options(parts=parts) if parts > 1 else None
+    run = _backward_in_bf16 if parts == 1 else launch.backward
+    scale = scale_of(q, sm_scale)
+    deterministic |= torch.are_deterministic_algorithms_enabled()
+    return lambda *tensors: run(*tensors, scale, is_causal, True, True, deterministic, options=options)
+
+
+def ref_mha_bwd_interface(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference of mha_bwd_interface: the plain formulas in fp32, on any device. The tests compare with it.
+
+    Returns:
+        dq, dk, dv in fp32 (not rounded to the dtype of q); shapes and edge values as mha_bwd_interface.
+    """
+    check_reference(q, k, v, sm_scale, is_causal)
+    expect_like("do", do, q, ((*q.shape[:3], v.shape[3]),), FLOATS)
+    views = (x.transpose(1, 2) for x in (do, q, k, v))
+    return tuple(x.transpose(1, 2) for x in attention_backward_reference(*views, sm_scale, is_causal))
+
+
+def fp32_workspace_bytes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str | None = None, *, backward: bool = False
+) -> int:
+    """Workspace of a call with fp32 tensors, in bytes: the bf16 parts of k and v that it allocates on a GPU while it runs.
+
+    Each element takes 6 bytes at "highest" and 4 at "high", with rows padded to 64, 128 or 256 columns. At "medium" q, k, v and out have
+    bf16 copies of 2 bytes per element; in a backward so do the gradient of out and the results. This function allocates nothing.
+
+    Args:
+        q: [.., head_dim], fp32, in any layout.
+        k, v: likewise, [.., head_dim] and [.., head_dim_v].
+        precision: as in the call.
+        backward: the workspace of the backward, which has parts of q and of the gradient of out, too; one that computes all gradients in
+            one pass has no parts of k and v, and takes less. docs/numerics.md has the rest of its workspace. At "highest" 0 for head
+            dims above 128, whose gradients need no parts.
+    Raises:
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_tensor(name, x)
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no parts")
+        if not x.ndim or not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: expected shape [.., head_dim], head_dim 1 to {MAX_HEAD_DIM}, got {tuple(x.shape)}"
+            )
+    expect_bool("backward", backward)
+    parts = check_precision(q, precision)
+    if backward and not has_gradient_kernels(q, v, parts):
+        return 0
+    return launch.parts_workspace_bytes(parts, q.shape, k.shape, v.shape, backward)

@@ -1,0 +1,482 @@
+"""Attention with a KV cache, for text generation, under FlashAttention-2's name flash_attn_with_kvcache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from tl_attention import launch
+from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.common import check_device, check_options, check_window, expect_bool, expect_scale
+from tl_attention.checks.keywords import unknown_keyword
+from tl_attention.checks.kvcache import (
+    cache_capacity,
+    check_addresses,
+    check_cache,
+    check_new_keys,
+    check_no_gradient,
+    check_rotary,
+    check_seqlen,
+    check_sizes,
+    check_splits,
+    check_workspace,
+)
+from tl_attention.checks.lengths import check_entries, check_positions, skips_check
+from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
+from tl_attention.problem.options import (
+    UNLIMITED,
+    Cache,
+    Options,
+    as_stored_eagerly,
+    canonical_window,
+    writing,
+)
+from tl_attention.problem.target import H200_SMS, sm_count
+from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
+from tl_attention.torch_ops.ops import check_device_or_warn, is_traced, scale_of
+
+MAX_CALL_HANDLES = 2048
+
+_PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
+_NO_OPTIONS = Options()
+
+
+class CallHandle:
+    """Handle of calls whose metadata passed the checks, and which share a launch plan.
+
+    It hashes by identity, so that finding a plan by it is cheaper than hashing the metadata again.
+    """
+
+
+_call_handles: dict[tuple, CallHandle] = {}  # by metadata of the tensors, and the other arguments
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    workspace: torch.Tensor | None = None,
+    check_lengths: bool = False,
+    check_block_table: bool = False,
+    **unknown: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append new keys and values to a cache, then compute attention of each sequence's queries to its keys in the cache.
+
+    The keys of a sequence are rows cache_leftpad to cache_seqlens + new - 1 of its cache; their number is its length. The diagonal of
+    query i is key i + length - seqlen_q of the sequence, so with causal the last query sees all keys. Other rows of the cache are not
+    used and may hold NaN. There is no backward. The cache is never copied.
+
+    Args:
+        q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim a multiple of 8, at most 256, or 576 where v_cache is
+            k_cache[..., :512] (multi-head latent attention with absorbed weights).
+        k_cache: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim], page_size a
+            multiple of 16. The last dimension is contiguous, the other strides are positive multiples of 8, stride(0) is a multiple of
+            stride(1), and the address is a multiple of 16 bytes.
+        v_cache: like k_cache, with head_dim_v <= head_dim columns.
+        k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from row cache_seqlens on. Pass both or neither;
+            where v_cache is k_cache[..., :512] pass k alone.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, contiguous, with one position per row that a cache can
+            hold. The first rotary_dim columns of q and of k (before it is written) are rotated: row i of k by position
+            cache_seqlens + i; row i of q likewise with causal or a window, else by cache_seqlens. Positions count left padding. A row
+            of q at a position past the table, where seqlen_q exceeds the new keys, is not rotated.
+        cache_seqlens: [batch], int32, or an int for all: number of rows in use before the new keys, left padding included. None: all
+            rows of the cache. The values of a tensor are not read on the host, so a CUDA graph can be replayed with other lengths.
+        cache_batch_idx: [batch], int32: the cache of each sequence; None: cache b for sequence b. Not with block_table. Sequences may
+            share a cache only where no new key is written to a row that another one has.
+        cache_leftpad: [batch], int32: rows of left padding. Not with block_table.
+        block_table: [batch, pages per sequence], int32: page i of a sequence holds its rows from i * page_size on. Entries beyond the
+            rows in use are not read.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink: see flash.py.
+        rotary_interleaved: rotate the column pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
+        num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. Not with
+            batch_invariant.
+        return_softmax_lse: also return the log-sum-exp.
+        batch_invariant: make the result of a sequence bitwise independent of the rest of the batch.
+        workspace: uint8, at least kvcache_workspace_bytes(..) long, for the partial results of splits. No other launch may use it at the
+            same time. None: the call allocates it.
+        check_lengths: for debugging: check the values of cache_seqlens, cache_batch_idx, cache_leftpad and block_table, that no
+            sequence has rows that another one writes, and that rotary_cos has all positions. Waits for the GPU.
+            TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. Without it these values are not checked on a GPU: a key or page
+            out of range is neither read nor written, and a position outside rotary_cos is not rotated.
+        check_block_table: the same as check_lengths.
+    Returns:
+        out [batch, seqlen_q, heads, head_dim_v] in the dtype of q; with return_softmax_lse (out, softmax_lse [batch, heads,
+        seqlen_q], fp32, natural log). A query that sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
+    Raises:
+        TypeError, ValueError, NotImplementedError: the message names the argument, what was expected and what was passed.
+        IndexError: a value of an index tensor is wrong; only with check_lengths and on the CPU.
+    """
+    if unknown:
+        raise unknown_keyword(flash_attn_with_kvcache, unknown)
+    if torch.is_grad_enabled():
+        check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+    if return_softmax_lse is not False:
+        expect_bool("return_softmax_lse", return_softmax_lse)
+    if type(window_size) is list:  # a list has no hash
+        window_size = tuple(window_size)
+    sink = learnable_sink
+    if isinstance(sink, torch.Tensor):
+        sink = sink.detach()  # makes a plain tensor of a parameter
+    tensors = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
+        sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
+    )  # fmt: skip
+    traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN_TYPES
+    if traced:
+        check_no_forward_ad("flash_attn_with_kvcache")
+    handle = key = None
+    switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
+    if not traced and switches == (bool, bool, bool, int):
+        # Types too, as 1 == True
+        values = (
+            softmax_scale, type(softmax_scale), window_size, softcap, type(softcap), num_splits, causal, batch_invariant,
+            type(cache_seqlens),
+        )  # fmt: skip
+        handle, key = _look_up(tensors, values)
+    if handle is None:
+        check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
+        check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
+        check_rotary(q, k_cache, v_cache, k, rotary_cos, rotary_sin, block_table)
+        expect_scale("softmax_scale", softmax_scale)
+        expect_bool("causal", causal)
+        expect_bool("rotary_interleaved", rotary_interleaved)
+        check_splits(num_splits, batch_invariant)
+        check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
+        if workspace is not None:
+            sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
+            device = q.device.index
+            needed = _workspace_bytes(sizes, num_splits, batch_invariant, device) if q.is_cuda else 0
+            check_workspace(q, workspace, needed)
+        check_device_or_warn(q, traced)
+        handle = None if key is None else _keep_handle(key)
+
+    capacity = cache_capacity(k_cache, block_table)
+    new = 0 if k is None else k.shape[1]
+    if cache_seqlens is None:
+        cache_seqlens = capacity
+    elif not isinstance(cache_seqlens, torch.Tensor):
+        check_seqlen(cache_seqlens, capacity, new)
+    if k is not None and v is None:
+        v = k[..., : v_cache.shape[3]]
+    causal, options = _canonical(causal, window_size, softcap, alibi_slopes, sink)
+    queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
+    cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
+    if check_lengths is not False or check_block_table is not False or checks_lengths.ALWAYS:
+        expect_bool("check_lengths", check_lengths)
+        expect_bool("check_block_table", check_block_table)
+        if check_lengths or check_block_table or checks_lengths.ALWAYS:
+            rows = 0 if rotary_cos is None else rotary_cos.shape[0]
+            q = check_cache_op(q, cache.k, cache.v, *_fields(cache), rows, queries_move)
+
+    if k is not None:
+        append = _append_by_op if traced else _append
+        q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, queries_move)
+    arguments = scale_of(q, softmax_scale), causal, options, num_splits, batch_invariant, workspace
+    out, lse = _decode_by_op(q, cache, *arguments) if traced else _decode(q, cache, *arguments, handle)
+    return (out, lse) if return_softmax_lse else out
+
+
+def kvcache_workspace_bytes(
+    batch: int,
+    seqlen_q: int,
+    heads: int,
+    heads_kv: int,
+    head_dim_v: int,
+    seqlen_cache: int,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    device: torch.device | int | None = None,
+) -> int:
+    """Size of the workspace of flash_attn_with_kvcache in bytes.
+
+    Args:
+        batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant: as in the call.
+        seqlen_cache: maximum number of keys per sequence: k_cache.shape[1], or with pages block_table.shape[1] * page_size.
+        device: the GPU, as torch.device or index; None: the current one, or an H200 on a machine without a GPU.
+    Raises:
+        TypeError, ValueError: the message names the argument, what was expected and what was passed.
+    """
+    sizes = {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "heads": heads,
+        "heads_kv": heads_kv,
+        "head_dim_v": head_dim_v,
+        "seqlen_cache": seqlen_cache,
+    }
+    check_sizes(sizes, device)
+    check_splits(num_splits, batch_invariant)
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    return _workspace_bytes(tuple(sizes.values()), num_splits, batch_invariant, index)
+
+
+def _workspace_bytes(
+    sizes: tuple[int, ...], num_splits: int, batch_invariant: bool, index: int | None
+) -> int:
+    """kvcache_workspace_bytes of checked arguments. sizes: the first six of them. index: of the GPU."""
+    batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache = sizes
+    if not (batch and seqlen_q and heads and seqlen_cache):
+        return 0  # nothing to launch
+    sms = H200_SMS
+    if torch.cuda.is_available():
+        sms = sm_count(torch.cuda.current_device() if index is None else index)
+    return launch.decode_workspace_bytes(
+        batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant, seqlen_cache, sms
+    )
+
+
+def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[CallHandle | None, tuple | None]:
+    """Return the handle of an earlier call with this metadata, or None, and its key, or None if a value cannot be hashed."""
+    try:
+        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
+        return _call_handles.get(key), key
+    # An argument that is no tensor, a list, a nested tensor
+    except (AttributeError, TypeError, RuntimeError):
+        return None, None
+
+
+def _keep_handle(key: tuple) -> CallHandle:
+    """New handle for calls with this metadata, whose checks have passed."""
+    if len(_call_handles) >= MAX_CALL_HANDLES:
+        _call_handles.clear()
+    handle = _call_handles[key] = CallHandle()
+    return handle
+
+
+def _canonical(
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> tuple[bool, Options]:
+    """(causal, options) of arguments that the checks of this or of an earlier call have passed."""
+    window = UNLIMITED, UNLIMITED
+    if window_size != window:
+        if bool in map(type, window_size):  # equal to the int of an earlier call
+            check_window(window_size)
+        causal, window = canonical_window(causal, window_size)
+    if alibi_slopes is None and sink is None and not softcap and window == _NO_OPTIONS.window:
+        return causal, _NO_OPTIONS
+    slopes, sink = (None if x is None else as_stored_eagerly(x).contiguous() for x in (alibi_slopes, sink))
+    return causal, Options(window, float(softcap), alibi_slopes=slopes, sink=sink)
+
+
+def _append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: Cache,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    queries_move: bool,
+) -> torch.Tensor:
+    """launch.append_to_cache, or the reference on CPU tensors."""
+    check_addresses(cache)
+    if q.is_cuda:
+        return launch.append_to_cache(q, k, v, cache, cos, sin, interleaved, queries_move)
+    batch_idx, _, starts = check_entries(q, cache)
+    if cos is not None:
+        first = torch.tensor(starts, dtype=torch.int64, device=q.device)[:, None]  # [batch, 1]
+        query, new = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        q = rotary_reference(q, first + (query if queries_move else 0 * query), cos, sin, interleaved)
+        k = rotary_reference(k, first + new, cos, sin, interleaved)
+    where = {"batch_idx": batch_idx, "block_table": cache.block_table}
+    with writing(cache.k, cache.v):
+        append_reference(k, v, cache.k, cache.v, starts, **where)
+    return q
+
+
+def _decode(
+    q: torch.Tensor,
+    cache: Cache,
+    softmax_scale: float,
+    causal: bool,
+    options: Options,
+    num_splits: int,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    handle: CallHandle | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """launch.attend_cache, or the reference on CPU tensors."""
+    check_addresses(cache, workspace)
+    if q.is_cuda:
+        return launch.attend_cache(
+            q, cache, softmax_scale, causal, options, num_splits, batch_invariant, workspace, handle
+        )
+    batch_idx, leftpad, starts = check_entries(q, cache)
+    out, lse = kvcache_reference(
+        q,
+        cache.k,
+        cache.v,
+        [start + cache.new for start in starts],
+        softmax_scale,
+        causal,
+        batch_idx=batch_idx,
+        leftpad=leftpad,
+        block_table=cache.block_table,
+        **options.reference_arguments(),
+    )
+    return out.to(q.dtype), lse.contiguous()
+
+
+CACHE_SCHEMA = (
+    "Tensor? seqlens, SymInt seqlen, SymInt new, Tensor? batch_idx, Tensor? leftpad, Tensor? block_table"
+)
+
+
+def _fields(cache: Cache) -> tuple:
+    """Arguments of CACHE_SCHEMA."""
+    in_tensor = isinstance(cache.seqlens, torch.Tensor)
+    seqlens = (cache.seqlens, 0) if in_tensor else (None, cache.seqlens)
+    return *seqlens, cache.new, cache.batch_idx, cache.leftpad, cache.block_table
+
+
+def _from_fields(
+    k: torch.Tensor, v: torch.Tensor, seqlens: torch.Tensor | None, seqlen: int, *others: object
+) -> Cache:
+    """Inverse of _fields."""
+    return Cache(k, v, seqlen if seqlens is None else seqlens, *others)
+
+
+@torch.library.custom_op(
+    "tl_attention::check_cache",
+    mutates_args=(),
+    device_types=("cuda", "cpu"),
+    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, SymInt rotary_rows, bool queries_move) -> Tensor",
+)
+def check_cache_op(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: object
+) -> torch.Tensor:
+    """Check the values of index tensors; return a copy of q, so that the check runs before what uses the copy.
+
+    rotary_rows is 0 without rotary.
+    """
+    if not skips_check(q):
+        *fields, rotary_rows, queries_move = arguments
+        cache = _from_fields(k_cache, v_cache, *fields)
+        *_, seqlens = check_entries(q, cache)
+        if rotary_rows:
+            queries = q.shape[1] if queries_move else min(q.shape[1], 1)
+            check_positions(seqlens, max(cache.new, queries), rotary_rows)
+    return q.clone()
+
+
+@check_cache_op.register_fake
+def _(q: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op(
+    "tl_attention::append",
+    mutates_args=("k_cache", "v_cache"),
+    device_types=("cuda", "cpu"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    f" {CACHE_SCHEMA}, Tensor? cos, Tensor? sin, bool interleaved, bool queries_move) -> Tensor",
+)
+def append_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *arguments: object,
+) -> torch.Tensor:
+    """Write new keys and values to the cache; return the rotated q, or an empty tensor without rotary.
+
+    (An op may not return one of its arguments.)
+    """
+    if q.is_cuda:
+        check_device(q)
+    *fields, cos, sin, interleaved, queries_move = arguments
+    rotated = _append(q, k, v, _from_fields(k_cache, v_cache, *fields), cos, sin, interleaved, queries_move)
+    return q.new_empty(0) if cos is None else rotated
+
+
+@append_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *arguments: object,
+):
+    *_, cos, _, _, _ = arguments
+    return q.new_empty(0 if cos is None else q.shape)
+
+
+@torch.library.custom_op(
+    "tl_attention::decode",
+    mutates_args=("workspace",),
+    device_types=("cuda", "cpu"),
+    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, float softmax_scale, bool causal, SymInt[] window, float softcap,"
+    " Tensor? alibi_slopes, Tensor? sink, SymInt num_splits, bool batch_invariant, Tensor(a!)? workspace) -> (Tensor, Tensor)",
+)
+def decode_op(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys in the cache."""
+    if q.is_cuda:
+        check_device(q)
+    *fields, scale, causal, window, softcap, slopes, sink, num_splits, batch_invariant, workspace = arguments
+    options = Options(tuple(window), softcap, alibi_slopes=slopes, sink=sink)
+    cache = _from_fields(k_cache, v_cache, *fields)
+    return _decode(q, cache, scale, causal, options, num_splits, batch_invariant, workspace)
+
+
+@decode_op.register_fake
+def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: object):
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen_q, heads, v_cache.shape[3])
+    return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def _refuse_vmap(*_: object) -> None:
+    refuse_vmap("flash_attn_with_kvcache")
+
+
+check_cache_op.register_vmap(_refuse_vmap)
+append_op.register_vmap(_refuse_vmap)
+decode_op.register_vmap(_refuse_vmap)
+
+
+def _append_by_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: Cache,
+    cos: torch.Tensor | None,
+    *others: object,
+) -> torch.Tensor:
+    rotated = append_op(q, k, v, cache.k, cache.v, *_fields(cache), cos, *others)
+    return q if cos is None else rotated
+
+
+def _decode_by_op(
+    q: torch.Tensor, cache: Cache, softmax_scale: float, causal: bool, options: Options, *others: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fields = options.window, options.softcap, options.alibi_slopes, options.sink
+    return decode_op(q, cache.k, cache.v, *_fields(cache), softmax_scale, causal, *fields, *others)

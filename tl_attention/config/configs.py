@@ -1,0 +1,448 @@
+"""The only reader of configs/: the grid (defaults, option lines, search), tuned tables, named shapes.
+
+Tuned tables are read from two places: the user's own under cache_dir(), then the shipped one in configs/tuned.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tl_attention.config import gpus, legality
+from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, FwdConfig
+from tl_attention.config.part_configs import PART_STAGES
+from tl_attention.config.program_configs import program_lines
+from tl_attention.problem.attn_problem import (
+    BUCKETS,
+    DIRECTIONS,
+    FEW_BUCKET,
+    HALF_DTYPES,
+    OPTIONS,
+    PART_OPTIONS,
+    SHARED_BUCKET,
+    SHARED_BUCKETS,
+    SPLIT_BUCKET,
+    STAND_INS,
+    AttnProblem,
+    tuning_key,
+)
+from tl_attention.problem.target import DEFAULT_GPU, gpu_slug
+
+# Sections of a tuned table that serve a direction, best first
+PACKAGE = Path(__file__).parents[1]
+SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
+# Fields that an entry of `tiles` in a search line sets, in order; an entry may have only the first of them
+TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
+DECODE_ROWS = (64, 65)  # numbers of rows that select the first and the second decode config of a width
+
+
+def installed() -> bool:
+    """True in an installed wheel, whose files are read-only; False in a checkout."""
+    return (PACKAGE / "configs_data").is_dir()
+
+
+def data_dir() -> Path:
+    """Folder of the data files: beside this file in an installed package, configs/ in a checkout."""
+    return PACKAGE / "configs_data" if installed() else PACKAGE.parent / "configs"
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels and of the user's tuned tables.
+
+    TL_ATTENTION_CACHE_DIR, else tl_attention/ in TILELANG_CACHE_DIR, in XDG_CACHE_HOME or in ~/.cache.
+    """
+    if explicit := os.environ.get("TL_ATTENTION_CACHE_DIR"):
+        return Path(explicit)
+    parents = (os.environ.get(name) for name in ("TILELANG_CACHE_DIR", "XDG_CACHE_HOME"))
+    return Path(next(filter(None, parents), Path.home() / ".cache")) / "tl_attention"
+
+
+def tuned_paths(gpu_name: str) -> tuple[Path, Path]:
+    """Tuned tables of a GPU (by its name in torch), in the order they are read: the user's, the shipped one."""
+    name = Path("tuned", f"{gpu_slug(gpu_name)}.json")
+    return cache_dir() / name, data_dir() / name
+
+
+def tuned_path(gpu_name: str) -> Path:
+    """The table the tuner writes: the shipped one in a checkout, else the user's."""
+    users, shipped = tuned_paths(gpu_name)
+    return users if installed() else shipped
+
+
+def shipped_tables() -> dict[str, Path]:
+    """GPU (by its name in torch) -> its shipped table."""
+    paths = sorted((data_dir() / "tuned").glob("*.json"))
+    return {read_tuned(path)["gpu"]: path for path in paths}
+
+
+def near_tables(gpu_name: str) -> dict[str, Path]:
+    """GPU -> shipped table of other Hopper GPUs, the nearest to gpu_name first: their rows serve where it has none.
+
+    The last one is the table of DEFAULT_GPU, on which the defaults of the grid were chosen. Empty for DEFAULT_GPU itself.
+    """
+    tables = shipped_tables()
+    names = [gpu_name, *gpus.nearest_names(gpu_name, tables)]
+    end = names.index(DEFAULT_GPU) + 1 if DEFAULT_GPU in names else len(names)
+    return {name: tables[name] for name in names[1:end]}
+
+
+def read_tuned(path: Path) -> dict[str, Any]:
+    """A tuned table, not to be changed: provenance, and for each of DIRECTIONS its rows by tuning key. No rows if the file is missing."""
+    try:
+        file = path.stat()
+    except FileNotFoundError:
+        return {direction: {} for direction in DIRECTIONS}
+    return _parsed(path, file.st_mtime_ns, file.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """The table in a file of this age and size: every lookup of a row reads it, and parsing takes milliseconds."""
+    return {direction: {} for direction in DIRECTIONS} | json.loads(path.read_text())
+
+
+def format_tuned(table: dict[str, Any]) -> str:
+    """JSON with the provenance on the first line, then one sorted row per line, so that a diff shows new winners."""
+    text = json.dumps({name: value for name, value in table.items() if name not in DIRECTIONS})[:-1]
+    for direction in DIRECTIONS:
+        if sorted_rows := sorted(table.get(direction, {}).items()):
+            rows = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted_rows)
+            text += f',\n "{direction}": {{\n{rows}\n}}'
+    return text + "}\n"
+
+
+def named_shapes() -> dict[str, str]:
+    """Name -> "batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim,head_dim_v,mask" of configs/shapes.toml."""
+    return _toml("shapes.toml")
+
+
+def tuning_shapes(bucket: str) -> list[list[int]]:
+    """[batch, query heads per key head, seqlen_q, seqlen_k] that a bucket is tuned on."""
+    return _grid()["tuning_shapes"][bucket]
+
+
+def _toml(name: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # not at the top: importing the package needs torch alone
+
+    path = data_dir() / name
+    return tomllib.loads(path.read_text()) if path.exists() else {}
+
+
+@functools.cache
+def _grid() -> dict[str, Any]:
+    return _toml("grid.toml")
+
+
+def _section(direction: str) -> str:
+    """The section of the grid for a direction; bwd and bwd_det share one."""
+    return "fwd" if direction == "fwd" else "bwd"
+
+
+def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
+    """`default` and `search` of a problem class, from the section "WIDTH MASK" or "WIDTH". Both dtypes share it."""
+    classes = _grid()[_section(direction)]
+    names = (f"{problem.tile_class} {problem.mask}", problem.tile_class)
+    return next(classes[name] for name in names if name in classes)
+
+
+def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Config:
+    """The config of a line or row. Fields it leaves out are derived from the problem."""
+    if direction == "fwd":
+        return _fwd_config(problem, fields)
+    config = BwdConfig.of(fields["passes"])
+    given = any("part_stages" in one for one in fields["passes"])
+    return config if given else _making_parts(problem, config, direction)
+
+
+def with_part_stages(config: Config, stages: int) -> Config:
+    """The same config with other part_stages; those of a backward are of its first pass."""
+    if isinstance(config, FwdConfig):
+        return replace(config, part_stages=stages)
+    first, *others = config.passes
+    return BwdConfig((replace(first, part_stages=stages), *others))
+
+
+def _making_parts(problem: AttnProblem, config: Config, direction: str) -> Config:
+    """The config with the most part_stages that are legal for the problem."""
+    found = (with_part_stages(config, stages) for stages in PART_STAGES)
+    return next((one for one in found if legality.fault(problem, one, direction) is None), config)
+
+
+def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
+    """A forward config. Derived where left out: schedule; q_stages, the most that fit if a CTA has a next tile; part_stages."""
+    config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
+    if not problem.profits_from_held_max:
+        config = config.without_hold_max()
+    if "q_stages" not in fields:
+        # d192 with 1.5 spills 40 bytes: causal 128x96 at 4k 414 us instead of 387, at 2k 240 and 237 (H100, 2026-11-26)
+        stages = (2, 1.5) if problem.head_dim == 256 else (2,)
+        found = (replace(config, q_stages=depth) for depth in stages)
+        config = next((one for one in found if legality.fault(problem, one) is None), config)
+    return config if "part_stages" in fields else _making_parts(problem, config, "fwd")
+
+
+def derived_schedule(problem: AttnProblem) -> str:
+    """persistent where all tiles take equally long (full, no options or a linear bias, no mask_mod), else dynamic."""
+    if problem.scores_stay_close or (problem.bias_has_two_sides and not problem.has("varlen")):
+        return "persistent"
+    return "dynamic" if problem.causal or problem.options or problem.program else "persistent"
+
+
+def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
+    """The config of a problem without a tuned row: that of its class for the bucket, else `default`; see bucket_config."""
+    table = _class_table(problem, direction)
+    config = _config(problem, table.get(bucket, table["default"]), direction)
+    if direction == "bwd_det" and not config.deterministic:
+        return _config(problem, table["default"], direction)
+    return bucket_config(problem, config, bucket) if direction == "fwd" else config
+
+
+def bucket_config(problem: AttnProblem, config: FwdConfig, bucket: str | None) -> FwdConfig:
+    """A forward config made one for a bucket: SPLIT_BUCKET, or FEW_BUCKET if CTAs can share tiles; for others itself."""
+    if bucket == SPLIT_BUCKET:
+        return split_config(config)
+    return shared_config(problem, config) if bucket == FEW_BUCKET and problem.can_share else config
+
+
+def option_sets() -> dict[str, list[list[str]]]:
+    """[pack] of the grid: section -> sets of options."""
+    return _grid()["pack"]
+
+
+def split_config(config: FwdConfig) -> FwdConfig:
+    """The same tile, with its keys split among several CTAs."""
+    return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True, part_stages=0)
+
+
+def shared_config(problem: AttnProblem, config: FwdConfig) -> FwdConfig:
+    """The same tile, with tiles shared among CTAs by their keys."""
+    return replace(config.without_hold_max() if problem.causal else config, schedule="shared")
+
+
+def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
+    """The config for few tiles per SM on a GPU (by its name in torch); None if CTAs do not share tiles there."""
+    config = pick_config(problem, FEW_BUCKET, gpu_name)[0] if problem.can_share else None
+    return config if config and config.schedule == "shared" else None
+
+
+@dataclass(frozen=True)
+class OptionLine:
+    """A line of [options] in the grid. It serves problems of its buckets and dtypes, None for all, whose options are all in `serves`."""
+
+    name: str  # line 2 of [options.d64] fwd
+    serves: tuple[str, ...]
+    fields: dict[str, Any]
+    buckets: Sequence[str] | None = None
+    dtypes: Sequence[str] | None = None
+
+    def miss(self, problem: AttnProblem, direction: str, bucket: str) -> str | None:
+        """The reason why the line does not serve a problem; None if it does."""
+        others = [option for option in problem.options if option not in (*self.serves, *PART_OPTIONS)]
+        if direction != "fwd" and "sink" in others:
+            others.remove("sink")  # backward kernels do not depend on a sink
+        if others:
+            return f"{self.name} does not serve {' '.join(others)}"
+        if self.buckets is not None and bucket not in self.buckets:
+            return f"{self.name} does not serve the bucket {bucket}"
+        if self.dtypes is not None and problem.dtype not in self.dtypes:
+            return f"{self.name} does not serve {problem.dtype}"
+        config = self.config(problem, direction)
+        if direction == "bwd_det" and not config.deterministic:
+            return f"{self.name} sums dq in no fixed order"
+        is_checked = problem.program or problem.has("placed")
+        fault = legality.fault(problem, config, direction) if is_checked else None
+        return f"{self.name} does not serve, {fault}" if fault else None
+
+    def config(self, problem: AttnProblem, direction: str) -> Config:
+        return _config(problem, self.fields, direction)
+
+
+def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
+    """The [options] lines of an AttnProblem.tile_class, in the order they are tried. The last line serves every option."""
+    section = _section(direction)
+    known = [option for option in OPTIONS if section == "fwd" or option != "sink"]
+    return [
+        OptionLine(
+            f"line {number} of [options.{tile_class}] {section}",
+            tuple(option for option in known if option in line.get("serves", known)),
+            {name: value for name, value in line.items() if name not in ("serves", "buckets", "dtypes")},
+            line.get("buckets"),
+            line.get("dtypes"),
+        )
+        for number, line in enumerate(_grid()["options"][tile_class][section], 1)
+    ]
+
+
+def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> Config:
+    """The config of a problem with options: the first line of its width that serves it."""
+    return _choose_option_line(problem, bucket, direction).config
+
+
+def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
+    """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
+    found = [default_config(problem, direction, bucket)]
+    bucket = next((length for length, shared in SHARED_BUCKETS.items() if shared == bucket), bucket)
+    for line in _class_table(problem, direction)["search"]:
+        configs = _line_configs(problem, line, direction)
+        if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:
+            found += [bucket_config(problem, config, bucket) for config in configs]
+        elif bucket in line.get("buckets", (*BUCKETS, SHARED_BUCKET)):
+            found += configs
+    return [config for config in dict.fromkeys(found) if legality.fault(problem, config, direction) is None]
+
+
+def _line_configs(problem: AttnProblem, line: dict[str, Any], direction: str) -> list[Config]:
+    """Every config that a search line describes."""
+    if direction == "fwd":
+        return [_fwd_config(problem, fields) for fields in _products(line)]
+    found = (BwdConfig.of(passes) for passes in itertools.product(*map(_products, line["passes"])))
+    return [_making_parts(problem, config, direction) for config in found]
+
+
+def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Fields of a config or pass, for each element of the Cartesian product of a search line's lists."""
+    others = {name: value for name, value in line.items() if name not in ("tiles", "buckets")}
+    lists = [value if isinstance(value, list) else [value] for value in others.values()]
+    return [
+        dict(zip(TILE_FIELDS, tile, strict=False)) | dict(zip(others, values, strict=True))
+        for tile, *values in itertools.product(line["tiles"], *lists)
+    ]
+
+
+def decode_configs(problem: AttnProblem) -> tuple[DecodeConfig, DecodeConfig]:
+    """The two configs of a width: for tiles of at most 64 rows, and for more."""
+    configs = [DecodeConfig(**fields) for fields in _grid()["decode"][problem.width]]
+    return configs[0], configs[-1]
+
+
+def decode_config(problem: AttnProblem, rows: int, page_rows: int = 0) -> DecodeConfig:
+    """The config of a decode. rows: queries x query heads per key head."""
+    few, many = decode_configs(problem)
+    return replace(few if rows <= 64 else many, page_rows=page_rows)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config that serves a problem, and why."""
+
+    config: Config
+    source: str  # the tuned row or line of the grid
+    misses: tuple[str, ...] = ()  # rows and lines that were tried before, and why each does not serve
+    tuned: bool = False  # from a row of a tuned table
+
+    def __str__(self) -> str:
+        return f"{self.source}: {'; '.join(self.misses)}" if self.misses else self.source
+
+
+@functools.cache
+def pick_config(
+    problem: AttnProblem, bucket: str, gpu_name: str, direction: str = "fwd"
+) -> tuple[Config, str]:
+    """The config that serves a problem on a GPU (by its name in torch), and its source in words."""
+    choice = choose_config(problem, bucket, gpu_name, direction)
+    return choice.config, str(choice)
+
+
+def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: str = "fwd") -> Choice:
+    """The choice for a problem on a GPU: the user's tuned row, the shipped one, a row of the nearest GPU with a table, the default of
+    the grid. With options, which tuned rows do not have, a line of [options].
+    """
+    if problem.options or problem.program:
+        return _choose_option_line(problem, bucket, direction)
+    own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
+    misses = own.misses
+    if not own.tuned:
+        for near, path in near_tables(gpu_name).items():
+            choice = choose_from_tables(problem, bucket, [path], direction)
+            if choice.tuned:
+                source = f"{choice.source}, {near}'s table, as {gpu_name} has no such row"
+                return replace(choice, source=source, misses=misses + choice.misses)
+            misses += choice.misses
+    return replace(own, misses=misses)
+
+
+def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
+    misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
+    for line in [OptionLine(**x) for x in programs or ()] or option_lines(problem.tile_class, direction):
+        if miss := line.miss(problem, direction, bucket):
+            misses.append(miss)
+            continue
+        config = line.config(problem, direction)
+        if direction == "fwd":
+            config = bucket_config(problem, config, bucket)
+        source = f"{line.name} of {data_dir() / 'grid.toml'}, for {' '.join(line.serves)}"
+        return Choice(config, source, tuple(misses))
+    raise AssertionError(f"no [options.{problem.tile_class}] line serves {problem}")
+
+
+def choose_from_tables(
+    problem: AttnProblem, bucket: str, paths: Iterable[Path], direction: str = "fwd"
+) -> Choice:
+    """The config of the first tuned table that has a row, else the default.
+
+    A missing row is replaced by the row of the other dtype, in bwd_det by the row of bwd if that is deterministic, and last by
+    the row of the nearest length; by none if the class has a default for the bucket. A row of another version of the config counts as
+    missing.
+    """
+    misses = []
+    stand_ins = () if bucket in _class_table(problem, direction) else STAND_INS[bucket]
+    for near, path, section in itertools.product((bucket, *stand_ins), tuple(paths), SECTIONS[direction]):
+        rows = read_tuned(path)[section]
+        own, *others = (
+            tuning_key(replace(problem, dtype=dtype), near) for dtype in _own_first(problem.dtype)
+        )
+        key = next((key for key in (own, *others) if key in rows), None)
+        if key is None:
+            if near == bucket:
+                misses.append(f"{path} has no {section} row {own!r}")
+            continue
+        try:
+            config = config_of_row(problem, rows[key], direction, bucket)
+            return Choice(config, f"{section} row {key!r} of {path}", tuple(misses), tuned=True)
+        except ValueError as error:
+            misses.append(f"{section} row {key!r} of {path} does not serve, {error}")
+    config = default_config(problem, direction, bucket)
+    return Choice(config, f"{direction} default of {data_dir() / 'grid.toml'}", tuple(misses))
+
+
+def config_of_tables(
+    problem: AttnProblem, bucket: str, paths: Iterable[Path], direction: str = "fwd"
+) -> Config:
+    """The config of choose_from_tables."""
+    return choose_from_tables(problem, bucket, paths, direction).config
+
+
+def config_of_row(
+    problem: AttnProblem, row: dict[str, Any], direction: str = "fwd", bucket: str | None = None
+) -> Config:
+    """The config of a tuned row; the row also holds measurements.
+
+    Raises:
+        ValueError: the row has fields that configs no longer have, belongs to the other kind of bucket, or is not legal; the text says why.
+    """
+    try:
+        config = _config(problem, row["config"], direction)
+        reason = legality.fault(problem, config, direction)
+        if bucket and direction == "fwd" and config.split != (bucket == SPLIT_BUCKET):
+            reason = f"split is {config.split} in the bucket {bucket}"
+    except (KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        raise ValueError(reason)
+    return config
+
+
+def _own_first(dtype: str) -> list[str]:
+    """Dtypes whose rows may serve a dtype, itself first: bf16 and fp16 have tiles of the same size."""
+    others = HALF_DTYPES if dtype in HALF_DTYPES else ()
+    return [dtype, *(other for other in others if other != dtype)]

@@ -1,0 +1,507 @@
+"""Kernel configs: tiles, pipeline stages, warpgroups and schedule of each kernel.
+
+A forward is one FwdConfig, a backward is a BwdConfig of several BwdPass; the other configs are of helper kernels.
+`kernels(problem)` of a config lists everything it compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tl_attention.config.part_configs import FirstPartsConfig, PartsConfig, parts_kernels
+from tl_attention.problem.attn_problem import (
+    DEFAULT_DTYPE,
+    FP32_DTYPES,
+    HALF_DTYPES,
+    JVP_TILE_WIDTHS,
+    AttnProblem,
+)
+from tl_attention.problem.program import stored_dtype
+
+# Schedules: which CTA computes which tile.
+#   grid        one CTA per tile, longest tiles first
+#   persistent  one CTA per SM, computing every ctas-th tile
+#   dynamic     one CTA per SM, drawing the next tile from a counter
+#   shared      as persistent; CTAs share the last tiles by their keys, under a causal mask all tiles. Without options and programs,
+#               not in fp32, and under a causal mask without hold_max
+SCHEDULES = ("grid", "persistent", "dynamic", "shared")
+
+# Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and
+# loops over queries; if dq is among them it adds its share of dq to fp32 sums, in no fixed order.
+GRADS = ("dq+dk+dv", "dq+dk", "dk+dv", "dk", "dv", "dq")
+
+# Default depth of the K and V rings of a forward: 3 was searched wherever it fits and never won (bf16, H200, 2026-11-21)
+KV_STAGES = 2
+
+# Number of adjacent cache rows that a kernel may assume: 0: keys without pages; else a divisor of the page size
+PAGE_ROWS = (0, 16, 64)
+
+# Fields of a split item that DecodeCombine merges, and the int32 slots per item
+MERGE_FIELDS = ("b", "kv_head", "m_block", "parts", "first_slot")
+MERGE_NUMBERS = 8
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """Tiles and schedule of a forward kernel."""
+
+    block_M: int  # queries per tile, 64 per consumer warpgroup
+    block_N: int  # keys per step
+    ping_pong: bool = False  # warpgroups alternate at the tensor cores
+    schedule: str = "grid"  # one of SCHEDULES
+    q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
+    split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
+    # Hold each row max after the masked steps; not in fp16. A tile whose row sums overflow is computed again with an updated max
+    hold_max: bool = False
+    page_rows: int = 0  # one of PAGE_ROWS
+    kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
+    # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
+    part_stages: int = 0
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the producer warp."""
+        return self.block_M // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def __str__(self) -> str:
+        words = [f"{self.block_M}x{self.block_N}", self.schedule]
+        if self.q_stages > 1:
+            words.append(f"q{self.q_stages}")
+        if self.kv_stages != KV_STAGES:
+            words.append(f"kv{self.kv_stages}")
+        flags = "ping_pong", "split", "hold_max"
+        words += [name.replace("_", "-") for name in flags if getattr(self, name)]
+        if self.part_stages:
+            words.append(f"parts{self.part_stages}")
+        if self.page_rows:
+            words.append(f"pages {self.page_rows}")
+        return " ".join(words)
+
+    @property
+    def makes_parts(self) -> bool:
+        return self.part_stages > 0
+
+    def without_hold_max(self) -> FwdConfig:
+        """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
+        if not self.hold_max:
+            return self
+        ping_pong = self.ping_pong and self.warpgroups > 2
+        return replace(self, hold_max=False, ping_pong=ping_pong)
+
+    def paged(self, problem: AttnProblem, page_rows: int) -> FwdConfig:
+        """The config for keys in pages, without a third Q slot; 0: for keys in one tensor.
+
+        Kernels for pages begin at the last key, also where others begin near the diagonal, so a held row max of ALiBi would overflow.
+        """
+        if not page_rows:
+            return self
+        held = self.without_hold_max() if problem.bias_has_two_sides else self
+        return replace(held, page_rows=page_rows, q_stages=int(self.q_stages))
+
+    @property
+    def merging(self) -> FwdConfig:
+        """The config for the option `added`: a tile that overflows a held row max, or that CTAs share, would be added twice."""
+        schedule = "persistent" if self.schedule == "shared" else self.schedule
+        return replace(self, hold_max=False, schedule=schedule)
+
+    def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
+        """The config for keys in pages of every size."""
+        return [self.paged(problem, rows) for rows in PAGE_ROWS if rows]
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Every kernel this config compiles for a problem."""
+        found: list[tuple[AttnProblem, KernelConfig]] = [(problem, self)]
+        if self.split:
+            # It sees the rows of packed sequences as one batch entry
+            found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
+        return found + parts_kernels(problem, self.makes_parts) + table_kernels(problem)
+
+
+@dataclass(frozen=True)
+class FwdCombine:
+    """The kernel after a split forward: merges the outputs and log-sum-exps of the CTAs of a tile."""
+
+    rows: int = 4  # queries per CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"combine {self.rows}"
+
+
+# Orders of operations in a step of the pass that sums dq.
+#   ""           dq of the previous step is added before dS
+#   late-sums    dq of the previous step is added at the end of the step
+#   early-dK     dK is issued before dS is shared, and delta is read ahead
+#   separate-dS  dS has registers of its own: the product of dV reads P beside it
+#   apart        as early-dK, but a third warpgroup computes and adds dq; see kernels/backward/dq_sinks/apart.py
+# Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
+DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
+
+# Schedules of a pass by keys; all but grid need an order that is not "". In fp32 grid, and dynamic in a pass that makes all gradients
+#   grid          one CTA per tile, longest tiles first
+#   dynamic       one CTA per SM, drawing the next tile when one begins; without options
+#   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
+#   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
+#   split         as dynamic-late; CTAs may share the last key tiles by their queries (causal: all). No option but a window or ALiBi
+BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
+
+
+@dataclass(frozen=True)
+class JvpConfig:
+    """Tiles of the kernel of a forward and its derivative along a direction."""
+
+    block_M: int  # queries per tile, 64 per consumer warpgroup
+    block_N: int  # keys per step
+    ping_pong: bool = False  # warpgroups alternate at the products of S and tS
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the producer warp."""
+        return self.block_M // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def __str__(self) -> str:
+        return f"jvp {self.block_M}x{self.block_N}" + " ping-pong" * self.ping_pong
+
+
+# Tile width -> config. Numbers: TFLOPS of B4 8k, full and causal, counted as three times the forward (H200, 2026-11-22)
+JVP_CONFIGS = {
+    # 616 and 660, 32 heads; with ping_pong 608 and 580; block_N 96: 615 and 655, 80: 578 and 550
+    "d64": JvpConfig(128, 112),
+    "d96": JvpConfig(128, 80),  # the widest that fits; checked, but not timed
+    # 703 and 695, 16 heads; without ping_pong 674 and 651; block_N 48 without it: 638 and 591
+    "d128": JvpConfig(128, 64, ping_pong=True),
+}
+
+
+def jvp_kernels() -> list[tuple[AttnProblem, JvpConfig]]:
+    """Every kernel of forward mode."""
+    return [
+        (problem, JVP_CONFIGS[problem.width])
+        for dtype in HALF_DTYPES
+        for width in JVP_TILE_WIDTHS
+        for problem in (AttnProblem(dtype, *width, causal) for causal in (False, True))
+    ]
+
+
+@dataclass(frozen=True)
+class BwdPass:
+    """Tiles of one kernel of a backward."""
+
+    grads: str  # one of GRADS
+    block_M: int  # queries per step; in "dq" queries per CTA, 64 per consumer warpgroup
+    block_N: int  # keys per CTA, 64 per consumer warpgroup; in "dq" keys per step
+    num_stages: int = 2  # depth of the Q ring; in "dq" of the K ring
+    num_stages_do: int = 2  # depth of the dO ring; in "dq" of the V ring
+    reuse_registers: bool = False  # dP reuses the registers of S, and dS those of P; not for "dq"
+    order: str = ""  # one of DQ_ORDERS where dq is summed
+    schedule: str = "grid"  # one of BWD_SCHEDULES
+    # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
+    one_tile: bool = False
+    part_stages: int = 0  # as in FwdConfig; of the first pass, by keys
+    one_sum: bool = False  # fp32: one accumulator sums all blocks, not one per block; for few rows, see kernels/seams/products.py
+    rounds_dq: bool = False  # warps of the pass round dq, see kernels/backward/dq_sinks/round.py. Only in the order apart, see legality.py
+
+    @property
+    def makes_parts(self) -> bool:
+        return self.part_stages > 0
+
+    def rounds(self, problem: AttnProblem) -> bool:
+        """True if warps of the pass round dq. With `partial` dq is fp32, and a kernel after the pass stores it."""
+        return self.rounds_dq and not problem.has("partial")
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return tuple(self.grads.split("+"))
+
+    @property
+    def adds_dq(self) -> bool:
+        """True if the pass adds to fp32 sums of dq; in no fixed order unless it is_ordered."""
+        return self.makes_all and not self.one_tile
+
+    @property
+    def makes_all(self) -> bool:
+        """True if the pass makes dq beside dk and dv."""
+        return "dq" in self.makes and self.grads != "dq"
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the warps that load, and store dq."""
+        return (self.block_M if self.grads == "dq" else self.block_N) // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1 + self.dq_apart)
+
+    @property
+    def dq_apart(self) -> bool:
+        """True if a warpgroup beside those that own keys computes dq."""
+        return self.order == "apart"
+
+    def __str__(self) -> str:
+        words = [f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"]
+        words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
+        words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
+        words += [f"parts{self.part_stages}"] * self.makes_parts
+        return " ".join(words + ["rounds-dq"] * self.rounds_dq + ["one-sum"] * self.one_sum)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if a CTA computes several tiles."""
+        return self.schedule != "grid"
+
+    @property
+    def draws_late(self) -> bool:
+        """True if a CTA draws its next tile when all loads of one are issued."""
+        return self.schedule in ("dynamic-late", "ordered", "split")
+
+    @property
+    def is_split(self) -> bool:
+        """True if several CTAs may divide the queries of a key tile."""
+        return self.schedule == "split"
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if additions to dq have a fixed order."""
+        return self.schedule == "ordered"
+
+    def has_linear_bias(self, problem: AttnProblem) -> bool:
+        """True if a causal ALiBi bias is a matrix product. Not in the order apart, where ptxas serializes all wgmma (C7512, d128)."""
+        return problem.bias_is_linear and not self.dq_apart
+
+    def has_five_counts(self, problem: AttnProblem) -> bool:
+        """True if the query blocks of a key tile have five counts, see kernels.query_blocks.QueryBlocks; else they have fewer."""
+        return problem.is_listed or (self.is_split and problem.has("window"))
+
+    def has_dv_tile(self, problem: AttnProblem) -> bool:
+        """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
+        # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
+        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, tiles of dQ or values per diagonal
+        others = problem.has("dropout") or problem.has_diagonals or self.one_tile or self.dq_apart
+        fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not others)
+        return self.is_dynamic and problem.head_dim_v > 64 and fits and not problem.is_fp32
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """The passes of a backward, which compute dq, dk and dv once each."""
+
+    passes: tuple[BwdPass, ...]
+
+    @classmethod
+    def of(cls, passes: Iterable[dict[str, object]]) -> BwdConfig:
+        """Build from the fields of each pass, as tables hold them."""
+        return cls(tuple(BwdPass(**fields) for fields in passes))
+
+    @property
+    def deterministic(self) -> bool:
+        return not any(bwd_pass.adds_dq and not bwd_pass.is_ordered for bwd_pass in self.passes)
+
+    @property
+    def is_split(self) -> bool:
+        return any(bwd_pass.is_split for bwd_pass in self.passes)
+
+    @property
+    def makes_parts(self) -> bool:
+        return self.passes[0].makes_parts
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Every kernel this config compiles for a problem: the passes and their helpers."""
+        problem, widths = problem.compiled_as, sorted({problem.head_dim, problem.head_dim_v})
+        return [
+            *((problem, bwd_pass) for bwd_pass in self.passes),
+            (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
+            *((problem.sum_problem(width), BwdSum()) for width in widths),
+            *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
+            *parts_kernels(problem, self.makes_parts),
+            *table_kernels(problem),
+            *dict.fromkeys(reduce_kernels(problem).values()),
+        ]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.passes))
+
+
+@dataclass(frozen=True)
+class BwdDelta:
+    """The kernel before the passes: rowsum(dO * O), and the log-sum-exp in base 2."""
+
+    rows: int = 64  # queries per CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"delta {self.rows}"
+
+
+def delta_width(head_dim_v: int) -> int:
+    """The tile width of BwdDelta, a power of two: TileLang 0.1.15 finds no layout for the row sums of 96 columns."""
+    return 1 << (head_dim_v - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class BwdSum:
+    """The kernel after the passes: converts fp32 sums to a gradient in the input dtype."""
+
+    rows: int = 16  # rows of the gradient per CTA
+    threads: int = 128
+    shared: bool = False  # of the key tiles alone that several CTAs share, after a split pass
+
+    def __str__(self) -> str:
+        return f"sum {self.rows}" + " shared" * self.shared
+
+
+@dataclass(frozen=True)
+class BwdReduce:
+    """The kernel after the passes: sums stored gradients of captured tensors over batch entries or heads."""
+
+    threads: int = 256  # 16 bytes of the result each
+
+    def __str__(self) -> str:
+        return f"reduce {self.threads}"
+
+
+def reduce_kernels(problem: AttnProblem) -> dict[int, tuple[AttnProblem, KernelConfig]]:
+    """Number of a stored gradient of the problem's program that is summed -> the kernel that sums it."""
+    program = problem.program
+    if program is None:
+        return {}
+    summed = [number for number in program.stored if program.outer_dims(number)[1]]
+    dtypes = {number: stored_dtype(program.tensors[program.gradients[number].tensor]) for number in summed}
+    fp32 = next(iter(FP32_DTYPES))
+    return {
+        number: (AttnProblem(fp32 if dtype == "float32" else dtype, 64, 64, False), BwdReduce())
+        for number, dtype in dtypes.items()
+    }
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The kernel before every varlen kernel: a table of the tiles of all packed sequences."""
+
+    threads: int = 1024
+
+    def __str__(self) -> str:
+        return f"tile table {self.threads}"
+
+
+def table_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+    """The tile table kernel, the same for all problems with varlen; none for others."""
+    if not problem.has("varlen"):
+        return []
+    return [(AttnProblem(DEFAULT_DTYPE, 64, 64, False, ("varlen",)), TileTable())]
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of a decode kernel. A tile holds the queries of all heads that share a key head."""
+
+    warpgroups: int = 1  # each computes 64 rows of the tile; with v_in_k all compute the same 64 rows
+    block_N: int = 64  # keys per step
+    num_stages: int = 3  # depth of the K ring and of the V ring
+    page_rows: int = 0  # one of PAGE_ROWS
+    ctas_per_sm: int = 2
+    v_in_k: bool = False  # V is the first columns of K: V is not loaded, and warpgroups divide its columns
+
+    @property
+    def divides_columns(self) -> bool:
+        return self.v_in_k
+
+    @property
+    def block_M(self) -> int:
+        return 64 if self.divides_columns else 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """One producer warp; with two consumer warpgroups a whole producer warpgroup, whose registers they use."""
+        return 128 * self.warpgroups + (32 if self.warpgroups == 1 else 128)
+
+    def columns(self, problem: AttnProblem) -> int:
+        """Columns of O per warpgroup."""
+        return problem.head_dim_v // (self.warpgroups if self.divides_columns else 1)
+
+    def first_column(self, problem: AttnProblem, warpgroup: int) -> int:
+        return self.columns(problem) * warpgroup if self.divides_columns else 0
+
+    def combine(self, problem: AttnProblem) -> tuple[AttnProblem, DecodeCombine]:
+        """The kernel that merges the splits."""
+        columns = self.columns(problem)
+        options = ("sink",) if problem.has("sink") else ()
+        merged = AttnProblem(problem.dtype, columns, columns, False, options)
+        return merged, DecodeCombine(self.divides_columns)
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Every kernel this config compiles for a problem."""
+        return [(problem, self), self.combine(problem)]
+
+    def __str__(self) -> str:
+        text = f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_per_sm}"
+        pages = f" pages {self.page_rows}" if self.page_rows else ""
+        return f"{text}{pages}{' v-in-k' if self.v_in_k else ''}"
+
+
+def page_rows(page_size: int) -> int:
+    """The largest entry of PAGE_ROWS that divides page_size."""
+    return max(rows for rows in PAGE_ROWS[1:] if page_size % rows == 0)
+
+
+@dataclass(frozen=True)
+class DecodeCombine:
+    """The kernel after a decode: merges the outputs and log-sum-exps of the splits of an item."""
+
+    divides_columns: bool = False  # as in DecodeConfig
+    rows: int = 4  # rows of queries per CTA
+    at_once: int = 8  # splits loaded at a time
+    threads: int = 128
+
+    def __str__(self) -> str:
+        text = f"decode combine {self.rows}"
+        return f"{text} columns" if self.divides_columns else text
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """The kernel before a decode: writes new keys and values to the cache, and rotates them and the queries."""
+
+    threads: int = 256
+
+    def __str__(self) -> str:
+        return f"append {self.threads}"
+
+
+def append_kernel(dtype: str) -> tuple[AttnProblem, AppendConfig]:
+    """The append kernel of a dtype; one serves all widths."""
+    return AttnProblem(dtype, 64, 64, False), AppendConfig()
+
+
+Config = FwdConfig | BwdConfig
+KernelConfig = (
+    FwdConfig
+    | PartsConfig
+    | FirstPartsConfig
+    | FwdCombine
+    | JvpConfig
+    | BwdPass
+    | BwdDelta
+    | BwdSum
+    | BwdReduce
+    | TileTable
+    | DecodeConfig
+    | DecodeCombine
+    | AppendConfig
+)
+
+
+def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
+    """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/seams/products.py; None if it has none."""
+    if not problem.is_fp32 or (bwd_pass.one_sum and not bwd_pass.adds_dq):
+        return None
+    columns = 64 if problem.head_dim == 64 else 32
+    return bwd_pass.block_M if bwd_pass.adds_dq else columns  # dQ' uses them in turn with dK and dV

@@ -1,0 +1,360 @@
+"""tl_attention as PyTorch's flash attention: register() replaces it in F.scaled_dot_product_attention, varlen_attn and nested tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import torch
+
+from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
+from tl_attention.checks.common import expect_scale
+from tl_attention.checks.fp32 import check_precision
+from tl_attention.integrations import torch_masks
+from tl_attention.problem.options import Options, canonical_window
+from tl_attention.torch_ops.ops import attention, bwd_op
+
+NAME = "tl_attention"
+_handle: Handle | None = None
+
+
+def register() -> Handle:
+    """Replace PyTorch's flash attention on CUDA tensors by tl_attention, until handle.remove().
+
+        handle = tl_attention.torch_backend.register()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)  # tl_attention
+        handle.remove()  # PyTorch's own
+
+    Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. Calls with attn_mask, with fp32 or with values of fewer
+    columns go to cuDNN's or the memory-efficient op, which are replaced, too: see torch_masks.py and torch_unmasked.py. A caller who
+    prefers another backend by sdpa_kernel gets it. docs/torch.md has the table of calls. One that reaches the flash op and is not supported
+    raises NotImplementedError. Gradients are bitwise reproducible under torch.use_deterministic_algorithms(True).
+
+    After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
+
+    Raises:
+        NotImplementedError: torch before 2.11.
+    """
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+    except ImportError as error:
+        raise NotImplementedError(
+            "tl_attention.torch_backend: expected torch 2.11 or later, which has register_flash_attention_impl, got"
+            f" {torch.__version__}; call tl_attention.flash_attn_func instead"
+        ) from error
+    register_flash_attention_impl(NAME, register_fn=_override)
+    activate_flash_attention_impl(NAME)
+    return _handle
+
+
+class Handle:
+    """The changes of register(), which remove() reverts."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL", "CUDA")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel")
+            for name, function in KERNELS.items():
+                if hasattr(torch.ops.aten, name):
+                    self._library.impl(name, function)
+            for name, function in torch_masks.overrides().items():
+                self._library.impl(name, function, with_keyset=True)
+        self._priorities = _prioritize_flash()
+
+    def remove(self) -> None:
+        """Revert register(); a second call does nothing."""
+        if self._library is None:
+            return
+        self._library._destroy()
+        self._library = None
+        before, after = self._priorities
+        if torch._C._get_sdp_priority_order() == after:  # unless another caller has changed it
+            torch._C._set_sdp_priority_order(before)
+        if torch.nn.attention.current_flash_attention_impl() == NAME:
+            torch.nn.attention.restore_flash_attention_impl()  # drops torch's reference to this handle
+
+
+def _override() -> Handle:
+    global _handle
+    _handle = Handle()
+    return _handle
+
+
+def _prioritize_flash() -> tuple[list[int], list[int]]:
+    """Move flash attention to the front of the SDPA backends; return their order before and after."""
+    if torch.cuda.is_available():
+        q = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
+        torch._fused_sdp_choice(q, q, q)  # the first call of a process sets the order
+    before = torch._C._get_sdp_priority_order()
+    flash = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    after = [flash, *(backend for backend in before if backend != flash)]
+    torch._C._set_sdp_priority_order(after)
+    return before, after
+
+
+def _expect(supported: bool, message: str) -> None:
+    if not supported:
+        raise NotImplementedError(
+            f"{message}; call handle.remove() for PyTorch's own, or choose another SDPBackend"
+        )
+
+
+def _with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """x, copied if its strides differ from those of torch.empty_like(template), which compiled code assumes."""
+    strides = torch.empty_like(template, device="meta").stride()
+    same = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
+    return x if same else torch.empty_like(template).copy_(x)
+
+
+def _heads_are_outer(query: torch.Tensor) -> bool:
+    """True if [batch, heads, seqlen, head_dim] has this order in memory, False for [batch, seqlen, heads, head_dim]."""
+    return query.stride(1) >= query.stride(2)
+
+
+def _dropout_state(query: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return seed and offset, int64 [2], from torch's generator, and the unused tensor that aten returns with them.
+
+    Both stay uninitialized without dropout, where nothing reads them.
+    """
+    state = torch.empty(2, dtype=torch.int64, device=query.device)
+    if dropout_p:
+        state.random_()
+    return state, torch.empty((), dtype=torch.uint64, device=query.device)
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """aten::_flash_attention_forward.
+
+    Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] with cum_seq_q. Causal is aligned bottom-right.
+
+    Returns:
+        out; log-sum-exp, natural, [batch, heads, seqlen_q] or [heads, total_q]; rng_state uint64 [2]; an unused tensor; an empty mask.
+    """
+    expect_scale("scale", scale)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    varlen = cum_seq_q is not None
+    _expect(
+        not return_debug_mask,
+        "return_debug_mask: expected False, as probabilities are never written, got True",
+    )
+    _expect(varlen or block_table is None, "block_table: expected None without cum_seq_q, got a tensor")
+    _expect(
+        varlen == (cum_seq_k is not None) or block_table is not None,
+        "cum_seq_q, cum_seq_k: expected both or neither, got one of them",
+    )
+    _expect(varlen or seqused_k is None, "seqused_k: expected None without cum_seq_q, got a tensor")
+    inference = ("block_table", block_table), ("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k)
+    for name, x in inference:
+        _expect(
+            x is None or not needs_grad,
+            f"{name}: expected None with gradients, as torch does not pass it to the backward, got a tensor",
+        )
+    state, unused = _dropout_state(query, dropout_p)
+    options = {
+        "dropout_p": dropout_p,
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "window_size": (window_size_left, window_size_right),
+        "alibi_slopes": alibi_slopes,
+        "return_attn_probs": True,
+        "rng_state": state if dropout_p else None,
+        "num_splits": num_splits or 0,
+    }
+    with torch.no_grad():
+        if not varlen:
+            out, lse, _ = flash_attn_func(query, key, value, **options)
+        else:
+            lengths = cum_seq_q, cum_seq_k, max_q, max_k
+            options |= {"seqused_k": seqused_k, "block_table": block_table}
+            out, lse, _ = flash_attn_varlen_func(query, key, value, *lengths, **options)
+    return _with_strides_of(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
+
+
+def flash_forward_inplace(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """aten::_flash_attention_forward_no_dropout_inplace: flash_forward into out; returns the log-sum-exp."""
+    result, lse, *_ = flash_forward(
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        scale=scale,
+        window_size_left=window_size_left,
+        window_size_right=window_size_right,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        num_splits=num_splits,
+    )
+    out.copy_(result)
+    return lse
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """aten::_flash_attention_backward: gradients of flash_forward."""
+    causal, window = canonical_window(is_causal, (window_size_left, window_size_right))
+    options = Options(
+        parts=check_precision(query, None),
+        window=window,
+        dropout_p=dropout_p,
+        max_seqlen_q=max_q if cum_seq_q is not None else 0,
+        max_seqlen_k=max_k if cum_seq_q is not None else 0,
+        rng_state=rng_state.view(torch.int64) if dropout_p else None,
+        cu_seqlens_q=cum_seq_q,
+        cu_seqlens_k=cum_seq_k,
+    )
+    tensors = grad_out, query, key, value, out, logsumexp
+    return _backward(tensors, scale, causal, False, options)
+
+
+def _backward(
+    tensors: tuple[torch.Tensor, ...],  # dout, q, k, v, out, lse
+    scale: float | None,
+    causal: bool,
+    heads_first: bool,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, *qkv, _, _ = tensors
+    if options.parts == 1:  # as in ops.py
+        *floats, lse = tensors
+        tensors = *(x.bfloat16() for x in floats), lse
+        options = dataclasses.replace(options, parts=0)
+    scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    grads = bwd_op(*tensors, None, scale, causal, False, heads_first, deterministic, *options.arguments())
+    return tuple(_with_strides_of(grad.to(x.dtype), x) for grad, x in zip(grads[:3], qkv, strict=True))
+
+
+def sdpa_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | int | None, ...]:
+    """aten::_scaled_dot_product_flash_attention on [batch, heads, seqlen, head_dim].
+
+    Causal is aligned bottom-right, as torch.nn.attention.bias.causal_lower_right expects from this op. F.scaled_dot_product_attention
+    calls it with equal lengths only.
+
+    Returns:
+        out, log-sum-exp, None, None, seqlen_q, seqlen_k, rng_state uint64 [2], an unused tensor, an empty mask.
+    """
+    if scale is not None:
+        expect_scale("scale", scale)
+    lengths = query.shape[2], key.shape[2]
+    if dropout_p or return_debug_mask or not _heads_are_outer(query):
+        qkv = (x.transpose(1, 2) for x in (query, key, value))
+        out, lse, *rest = flash_forward(
+            *qkv, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+        return _with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
+    with torch.no_grad():
+        out, lse = attention(query, key, value, scale, is_causal, lse_base2=False, heads_first=True)
+    state, unused = _dropout_state(query, 0.0)
+    rest = state.view(torch.uint64), unused, query.new_empty(0)
+    return _with_strides_of(out, query), lse, None, None, *lengths, *rest
+
+
+def sdpa_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """aten::_scaled_dot_product_flash_attention_backward: gradients of sdpa_forward."""
+    state = philox_seed.view(torch.int64) if dropout_p else None
+    options = Options(dropout_p=dropout_p, rng_state=state, parts=check_precision(query, None))
+    heads_first = _heads_are_outer(query)
+    tensors = grad_out, query, key, value, out
+    if not heads_first:
+        tensors = tuple(x.transpose(1, 2) for x in tensors)
+    grads = _backward((*tensors, logsumexp), scale, is_causal, heads_first, options)
+    return grads if heads_first else tuple(x.transpose(1, 2) for x in grads)
+
+
+KERNELS = {
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_inplace,
+    "_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+}

@@ -1,0 +1,392 @@
+"""FlashAttention backward for Hopper, by keys: dK, dV of a key block and its share of dQ, in one loop over the query blocks.
+
+Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). Scores are transposed, S' = K Q': P'
+and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each consumer warpgroup owns 64 keys.
+The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
+
+delta.py computes Lse_log2 and Delta first; sum.py converts dQ_sum to dQ at the end, or warps of the pass do (dq_sinks/round.py). In fp32
+dQ' = K' dS' is added to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored (dq_sinks/one_tile.py).
+A pass computes one or two of the gradients if registers do not hold dK and dV together, or if dQ must be reproducible. Each computes S'.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.config.kernel_configs import BwdPass
+from tl_attention.config.part_configs import MAKERS, splits_keys, stores_key_parts
+from tl_attention.config.round_configs import ROUNDING_WARPS
+from tl_attention.kernels.backward import key_tiles
+from tl_attention.kernels.backward.dq_sinks.apart import add_dq
+from tl_attention.kernels.backward.dq_sinks.one_tile import send_dq
+from tl_attention.kernels.backward.dq_sinks.order import OrderedBlocks, OrderKeeper
+from tl_attention.kernels.backward.dq_sinks.round import BLOCKS_WITH_ROWS, rounding_code
+from tl_attention.kernels.backward.dq_sinks.round_packed import ALL_BLOCKS, rounding_of
+from tl_attention.kernels.backward.load import KeyTileProducer
+from tl_attention.kernels.backward.passes import KeyPass
+from tl_attention.kernels.backward.product_orders import order_of
+from tl_attention.kernels.backward.shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
+from tl_attention.kernels.backward.step import Elements, KeyStep, Launch
+from tl_attention.kernels.backward.store import store_gradients
+from tl_attention.kernels.cuda import source
+from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.scores.dropout import Dropout
+from tl_attention.kernels.scores.linear_bias import fill_bias_columns
+from tl_attention.kernels.scores.options import OptionArguments, option_arguments, prelude
+from tl_attention.kernels.scores.traced_arguments import traced_arguments
+from tl_attention.kernels.seams import pipeline
+from tl_attention.kernels.seams.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, wait_for_stores
+from tl_attention.kernels.seams.roles import WARPGROUP, Roles
+from tl_attention.kernels.seams.softmax import LOG2E, SMALLEST_SCALE
+from tl_attention.kernels.sources.block_lists import query_blocks
+from tl_attention.kernels.sources.tiles import (
+    DenseGradTiles,
+    FragmentBlocks,
+    PackedGradTiles,
+    SplitGradTiles,
+    dq_sum_argument,
+    input_arguments,
+    rows_argument,
+)
+from tl_attention.problem.attn_problem import AttnProblem
+
+PASS_CONFIGS = {
+    **pipeline.PASS_CONFIGS,
+    # Bounds checks are off: only Lse_log2, Delta, dQ_sum and the parts are accessed without TMA, and the caller pads them to whole tiles
+    "tl.disable_safe_memory_legalize": True,
+}
+
+
+def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
+    """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv. It does not write the other gradients.
+
+    Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
+        Q, dQ: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
+        K, dK, V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
+        dO: [batch, seqlen_q, heads, columns <= head_dim_v].
+        Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from delta.py.
+        dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
+            In fp32 dQ itself, if the pass computes it; 0 before the kernel. With one_tile dQ, which the kernel stores.
+        dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
+            Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
+            With the schedule split as tiles.SplitGradTiles has them.
+        softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
+        Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
+        dQ, Progress_dq, sum_slots: see round_packed.rounding_of. Only where the pass rounds dQ.
+        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
+        K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them,
+            and the others have them in the place of K and V. K and V of the first one are as in split_tile.py.
+        left, .., Table: see options.OptionArguments. Only where the problem has options.
+    """
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    block_M, block_N, dynamic = config.block_M, config.block_N, config.is_dynamic
+    key_pass, varlen, one_tile = KeyPass(problem, config), problem.has("varlen"), config.one_tile
+    consumers = WARPGROUP * config.warpgroups
+    roles, rounds = pass_roles(problem, config), config.rounds(problem)
+    scores_first, order = key_tiles.scores_come_first(problem, config), order_of(key_pass)
+
+    args = KeyPassArguments.of(problem, config)
+    batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
+    extra = option_arguments(problem)
+    fp32_inputs = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
+    splits, stores_parts = splits_keys(problem, config.makes), stores_key_parts(problem, config.makes)
+    Sums = OrderedBlocks if config.is_ordered else FragmentBlocks
+
+    @T.macro
+    def differentiate(w, number, turn, first, tile, blocks, launch):
+        """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
+        shared, softmax_scale = launch.shared, launch.softmax_scale
+        key = tile.first_key + 64 * w
+        scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
+        dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
+        relative = key_pass.shares_dS and (varlen or config.dq_apart)
+        mask = key_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
+        raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
+        scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
+        if not key_pass.shares_dS:  # from one lane, so in a uniform register; with dq there are none to spare
+            scale_log2 = T.shfl_sync(scale_log2, 0)
+        elements = Elements(scores, dropout, mask, scale_log2)
+        step = KeyStep(key_pass, w, key, turn, first, tile, blocks, elements, launch, name="step")
+
+        step.take_keys()
+        begin = first
+        if w > 0 and key_tiles.skips_steps(problem, config):
+            skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
+            key_tiles.skip_steps(shared.Q, shared.dO, first, skipped, block_M)
+            blocks.skip(skipped)
+            begin = first + skipped
+        if not scores_first:
+            shared.Q.wait(begin)
+            step.start_scores(begin, blocks.head)
+        scores.start_transposed(mask, blocks)
+        T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        step.take_values()
+
+        for i in T.serial(begin, first + blocks.steps):
+            order(step, i, begin)
+
+        step.finish(first + blocks.steps - 1)
+        # Locate the tile again, so that its position takes no registers during the loop
+        if dynamic:
+            shared.tile_box.read_tile(turn, tile)
+            shared.tile_box.release(turn)
+        else:
+            tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
+        key = tile.first_key + 64 * w
+        store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
+        if dynamic and not key_pass.frees_V:
+            wait_for_stores()  # costs nothing: the next keys have not arrived either
+            shared.V.release(step.key_step)
+
+    @T.macro
+    def consume(w, number, tile_order, launch):
+        shared = launch.shared
+        tile = key_tiles.KeyTile(tile_order, block_N, split=config.is_split)
+        blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
+        if dynamic:
+            fill_bias_columns(w, shared.bias_columns, consumers)
+            turn = T.alloc_var("int32", init=0)
+            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
+            shared.tile_box.wait(0)
+            while not shared.tile_box.at_end(turn):
+                shared.tile_box.read_tile(turn, tile)
+                shared.tile_box.read_blocks(turn, blocks)
+                differentiate(w, number, turn, first_step, tile, blocks, launch)
+                first_step += blocks.steps
+                turn += 1
+                shared.tile_box.wait(turn)
+            if config.has_dv_tile(problem):
+                wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
+        else:
+            tile.start(number, launch.counts, blocks)
+            fill_bias_columns(w, shared.bias_columns, consumers)
+            if tile.exists:
+                differentiate(w, number, 0, 0, tile, blocks, launch)
+
+    @T.prim_func
+    def flash_bwd_kernel(
+        Q: args.Q,
+        K: args.K,
+        V: args.V,
+        dO: args.dO,
+        Lse_log2: args.Lse_log2,
+        Delta: args.Delta,
+        dQ_sum: args.dQ_sum,
+        dK: args.dK,
+        dV: args.dV,
+        dK_parts: args.dK_parts,
+        dV_parts: args.dV_parts,
+        softmax_scale: T.float32,
+        heads_per_kv: T.int32,
+        heads_per_part: T.int32,
+        parts: T.int32,
+        n_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+        Tickets: args.Tickets,
+        Turns: args.Turns,
+        whole: T.int32 if config.is_split else False,
+        dQ: args.dQ,
+        Progress_dq: args.Progress_dq,
+        sum_slots: T.int32 if rounds else False,
+        K_parts: args.K_parts,
+        V_parts: args.V_parts,
+        left: extra.left,
+        right: extra.right,
+        softcap: extra.softcap,
+        Slopes: extra.Slopes,
+        Sink: extra.Sink,
+        Rng: extra.Rng,
+        drop_below: extra.drop_below,
+        Table: extra.Table,
+        Q_input: fp32_inputs.first,
+        dO_input: fp32_inputs.second,
+        Progress: fp32_inputs.Progress,
+        tiles_ahead: fp32_inputs.tiles_ahead,
+    ):
+        traced = traced_arguments(problem)
+        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
+        counts = key_tiles.KeyTileCounts(
+            heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas, whole
+        )
+        with T.Kernel(ctas, threads=roles.block, prelude=cuda_code(problem, config, roles)) as number:
+            K_shared, V_shared = alloc_key_rings(problem, config)
+            # TileLang 0.1.15 names the tile of V after this variable
+            dV_shared = alloc_dv(problem, config, K_shared, V_shared)
+            inputs = InputParts(
+                problem, (Q_input, Q), (dO_input, dO), Progress, config.part_stages, tiles_ahead
+            )
+            rounding, dq_sums = None, Sums(dQ_sum, args.rounded_q // 16)
+            if rounds:
+                sums = dQ_sum, Progress_dq, counts, heads_kv, sum_slots, args.rounded_q
+                rounding = rounding_of(problem, config, dQ, *sums, Table if varlen else None)
+                dq_sums = rounding.sums
+            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, rounding)
+            order_heads = heads_kv * key_tiles.order_parts(config, counts)
+            all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
+            tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
+            Tiles = PackedGradTiles if varlen else DenseGradTiles
+            if config.is_split:
+                Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
+            tiles = Tiles(
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts, splits),
+                *((K_parts, V_parts) if stores_parts else ()),
+                dQ=dQ_sum if key_pass.adds_own_dq or one_tile else None,
+                dQ_sum=None if one_tile else dq_sums,
+                dK=dK,
+                dV=dV,
+                dK_parts=FragmentBlocks(dK_parts, key_tiles.part_blocks(config, counts)),
+                dV_parts=FragmentBlocks(dV_parts, key_tiles.part_blocks(config, counts)),
+            )
+            launch = Launch(counts, tiles, shared, options, softmax_scale, heads)
+            producer = KeyTileProducer(
+                problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
+            )
+            roles.run(
+                lambda: producer.produce(number),
+                lambda w: consume(w, number, tile_order, launch),
+                apart=dq_warpgroup(producer),
+                **further_warps(producer, number, Turns, softmax_scale),
+            )
+
+    return flash_bwd_kernel
+
+
+@dataclass(frozen=True)
+class KeyPassArguments:
+    """Types of the tensor arguments of flash_bwd(); False for one that the kernel lacks.
+
+    Args:
+        sizes: (batch, heads, heads_kv, seqlen_q, seqlen_k).
+        rounded_q: rows of Lse_log2 and Delta per head.
+    """
+
+    sizes: tuple[Any, ...]
+    rounded_q: Any
+    Q: Any
+    K: Any
+    V: Any
+    dO: Any
+    Lse_log2: Any
+    Delta: Any
+    dQ_sum: Any
+    dK: Any
+    dV: Any
+    dK_parts: Any
+    dV_parts: Any
+    Tickets: Any
+    Turns: Any
+    dQ: Any
+    Progress_dq: Any
+    K_parts: Any = False
+    V_parts: Any = False
+
+    @classmethod
+    def of(cls, problem: AttnProblem, config: BwdPass) -> "KeyPassArguments":
+        sizes = batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic(
+            "batch, heads, heads_kv, seqlen_q, seqlen_k"
+        )
+        columns_qk, columns_v = columns = T.dynamic("columns_qk, columns_v")
+        rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
+        batch_rows = T.dynamic("batch_rows") if problem.has("varlen") else batch
+        of_keys, lengths = (batch, seqlen_k, heads_kv), (seqlen_q, heads, seqlen_k, heads_kv)
+        key_parts = {}
+        if stores_key_parts(problem, config.makes):
+            key_parts = {
+                "K_parts": rows_argument(problem, "k", *of_keys, columns_qk),
+                "V_parts": rows_argument(problem, "v", *of_keys, columns_v),
+            }
+        # fp32: the inputs have columns of parts, or two per number
+        cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
+        rounds = config.rounds(problem)
+        split = ("k", "v") if splits_keys(problem, config.makes) else ()
+        return cls(
+            sizes,
+            rounded_q,
+            *input_arguments(problem, batch, *lengths, *columns, split=split),
+            *(T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2)),
+            dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
+            rows_argument(problem, "dk", *of_keys, cols_dk),
+            rows_argument(problem, "dv", *of_keys, cols_dv),
+            FragmentBlocks.argument(dk_blocks, problem.head_dim),
+            FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
+            T.Tensor([2], "int32") if config.is_dynamic else False,
+            T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
+            rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
+            T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
+            **key_parts,
+        )
+
+
+def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
+    """Roles of a pass by keys."""
+    makes_dq = "dq" in config.makes and not problem.is_fp32
+    registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
+    if config.dq_apart:
+        registers = FOUR_WARPS_REGISTERS if config.is_ordered or config.rounds(problem) else APART_REGISTERS
+    return Roles(
+        config.warpgroups,
+        config.threads,
+        registers,
+        one_body=False,
+        apart=config.dq_apart,
+    )
+
+
+def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None:
+    """CUDA in front of the kernel; None: none."""
+    code = prelude(problem, roles) or ""
+    if problem.has_bits and config.makes_all:
+        code += source("prefetch_bits")
+    if config.order:
+        code += source("fragments")
+    if problem.is_fp32 and not problem.has("varlen"):
+        code += source("rows")
+    if config.adds_dq and problem.is_fp32:
+        code += source("add_transposed")
+    if config.is_ordered:
+        code += source("turns")
+    if config.dq_apart:
+        code += source("add_by_tma") + source("fence_additions") * config.is_ordered
+    if config.rounds(problem):
+        packed = problem.has("varlen")
+        loop = (ALL_BLOCKS, "round_packed_dq") if packed else (BLOCKS_WITH_ROWS, "round_dq")
+        code += rounding_code(problem, *loop)
+    if config.is_dynamic and problem.has("varlen"):
+        code += source("zero")
+    if config.makes_parts:
+        code += MAKE_PARTS
+    if splits_keys(problem, config.makes):
+        code += source("split_tile")
+    return code or None
+
+
+def further_warps(producer: KeyTileProducer, number: Any, turns: Any, softmax_scale: Any) -> dict[str, Any]:
+    """Arguments of Roles.run() for the warps beside the producer. turns: of OrderKeeper."""
+    if producer.config.makes_parts:
+        ctas = producer.counts.ctas
+        make = functools.partial(producer.shared.inputs.make_share, number, ctas)
+        if not producer.dynamic:
+            return {"assist": make, "assist_warps": MAKERS}
+        return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
+    more: tuple[Callable[[], None], ...] = ()
+    if producer.config.is_ordered:
+        keeper = OrderKeeper(producer, turns)
+        more = lambda: keeper.admit(), lambda: keeper.pass_on()
+    elif producer.config.one_tile:
+        more = (lambda: send_dq(producer),)
+    elif producer.shared.rounding is not None:
+        more = (lambda: producer.shared.rounding.round(softmax_scale),)
+    return {
+        "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
+        "more": more,
+        "more_warps": ROUNDING_WARPS if producer.shared.rounding is not None else 1,
+    }
+
+
+def dq_warpgroup(producer: KeyTileProducer) -> Callable[[], None] | None:
+    """Function of the warpgroup that computes dQ; None if the consumers do."""
+    return (lambda: add_dq(producer)) if producer.config.dq_apart else None

@@ -1,0 +1,1 @@
+"""Ways of dq from the products of a key tile to its tensor."""

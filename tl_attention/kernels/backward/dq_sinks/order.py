@@ -1,0 +1,114 @@
+"""Additions to the sums of dQ in a fixed order, so that gradients are equal bit by bit from run to run.
+
+The key tiles of a head add to a row block of dQ one after another, in the order in which CTAs draw them, rank 0 first. A number per row
+block in global memory, Turns, is the rank of the tile that may add next; where the tile before has no such queries, 0. A tile waits only
+for tiles that were drawn before it, so however few CTAs run, the one with the first tile goes on.
+
+The consumers see two barriers in shared memory. Two warps beside the producer keep the numbers: one waits for the turn of each step and
+admits the consumers, the other passes the turn on once they have added. What they wait for in global memory is hidden so as long as the
+tile before is a step ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.backward.load import KeyTileProducer
+from tl_attention.kernels.sources.tiles import FragmentBlocks
+
+
+@dataclass(frozen=True)
+class OrderedBlocks(FragmentBlocks):
+    """FragmentBlocks of dQ that wgmma fragments [64, cols] are added to by red instructions. Needs turns.cuh.
+
+    Where a kernel has a fence, nvcc 13.0.88 makes atom instructions of those of FragmentBlocks, which wait for an answer.
+    """
+
+    @T.inline
+    def add(self, acc, row_block, first_col):
+        name = f"tl_attention_add_fragment<{acc.shape[1]}, {self.tensor.shape[1]}>"
+        T.evaluate(
+            T.call_extern(
+                "handle", name, T.address_of(self.tensor[row_block, first_col // 8, 0, 0]), acc.data
+            )
+        )
+
+
+class AnyOrder:
+    """Additions that wait for nothing."""
+
+    def wait(self, step: Any) -> None:
+        return None
+
+    def announce(self, step: Any) -> None:
+        return None
+
+
+@T.meta_class
+class AddingOrder:
+    """Barriers of ordered additions, two slots each: step i uses slot i % 2.
+
+    A step is admitted after the turn of the step before the last has been taken on, so no barrier is two phases ahead of who waits.
+    """
+
+    def __init__(self, consumer_warps: int, name: str = "adding"):
+        self.admitted = T.alloc_barrier([1, 1])  # the consumers may add dQ of the step
+        self.added = T.alloc_barrier([consumer_warps] * 2)  # every warp has added its share
+        self.taken_on = T.alloc_barrier([1, 1])  # the warp that passes turns on has seen that
+
+    def wait(self, step: Any) -> Any:
+        return T.mbarrier_wait_parity(self.admitted[step % 2], step // 2 % 2)
+
+    @T.inline
+    def announce(self, step):
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.added[step % 2])
+
+
+@dataclass(frozen=True)
+class OrderKeeper:
+    """The two warps that keep the order of a CTA's additions.
+
+    Args:
+        turns: int32, one per row block of dQ_sum; read and written at the first row block of a step.
+    """
+
+    producer: KeyTileProducer
+    turns: Any
+
+    def place(self, tile: Any, blocks: Any) -> Any:
+        """Address of the turn of a step."""
+        return T.address_of(self.turns[self.producer.tiles.dq_row_block(tile, blocks.head, blocks.query)])
+
+    @T.inline
+    def admit_step(self, step, tile, blocks):
+        adding = self.producer.shared.adding
+        T.mbarrier_wait_parity(adding.taken_on[step % 2], step // 2 % 2 ^ 1)
+        if T.get_thread_binding() % 32 == 0:
+            if blocks.query + self.producer.config.block_M > tile.shared_from[0]:
+                T.evaluate(
+                    T.call_extern("handle", "tl_attention_await_turn", self.place(tile, blocks), tile.rank[0])
+                )
+            T.mbarrier_arrive(adding.admitted[step % 2])
+
+    @T.inline
+    def pass_step_on(self, step, tile, blocks):
+        adding = self.producer.shared.adding
+        T.mbarrier_wait_parity(adding.added[step % 2], step // 2 % 2)
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(adding.taken_on[step % 2])
+            T.evaluate(
+                T.call_extern("handle", "tl_attention_pass_turn", self.place(tile, blocks), tile.rank[0] + 1)
+            )
+
+    def admit(self) -> None:
+        """Let the consumers add in each step when the turn has come."""
+        self.producer.walk(self.admit_step)
+
+    def pass_on(self) -> None:
+        """Pass the turn of each step to the tile that is drawn next."""
+        self.producer.walk(self.pass_step_on)

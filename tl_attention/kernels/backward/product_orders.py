@@ -1,0 +1,400 @@
+"""Orders of a step of the backward by keys: each is a list of the products and waits of a step, from its S' to its last product.
+
+At the beginning of a step its S' = K Q' is in flight, from the step before, unless the order begins with it. Products are issued, and run
+beside what follows until a wait. all_but("dV") waits until at most dV is in flight. Registers decide: dP' takes those of S', and dS' those
+of P', or they have their own.
+
+    step    parts of a step and their registers, see step.KeyStep
+    i       number of the step, counted through all tiles of a CTA
+    begin   the first step of the tile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tilelang.language as T
+
+from tl_attention.kernels.backward.key_tiles import scores_come_first
+from tl_attention.kernels.backward.passes import KeyPass
+from tl_attention.kernels.seams import products as fp32
+
+
+def order_of(key_pass: KeyPass) -> Callable[..., None]:
+    """The order of a pass, a macro."""
+    problem, config, makes_dv = key_pass.problem, key_pass.config, key_pass.makes_dv
+    scores_first = scores_come_first(problem, config)
+    if key_pass.shares_dS:
+        return {
+            "": dq_before_dS,
+            "late-sums": dq_added_late,
+            "early-dK": early_dk,
+            "separate-dS": separate_dS,
+            "apart": scores_first_dq_apart if scores_first else dq_apart,
+        }[config.order]
+    if not key_pass.makes_dk:
+        return dv_by_block if key_pass.by_block else dv_alone
+    if not problem.is_fp32:
+        return reusing if config.reuse_registers else dk_and_dv if makes_dv else dk_alone
+    if not makes_dv:
+        return fp32_reusing if config.reuse_registers else fp32_dk
+    if config.reuse_registers:
+        return fp32_reusing if key_pass.by_block else fp32_one_sum_reusing
+    if key_pass.by_block:
+        return fp32_by_block
+    return fp32_scores_first if scores_first else fp32_one_sum
+
+
+# Passes over 16-bit tensors that make dQ, too: dP' in registers of S', dS' in those of P'
+
+
+@T.macro
+def dq_before_dS(step, i, begin):
+    """Order "": dQ of the step before is added before dS' is computed."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.dq.start(i)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.all_but("dP", "dV")  # dQ of the step before
+    step.dq.free_and_add(i)
+    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.share_dS(i)
+    step.start_dk(i)
+    step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def dq_added_late(step, i, begin):
+    """Order "late-sums": dQ of the step before is added at the end of the step."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.dq.start(i)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.all_but("dP", "dV")  # dQ of the step before
+    step.dq.free_dS(i)
+    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.share_dS(i)
+    step.start_dk(i)
+    step.start_next_scores(i)
+    step.dq.add(i)
+    step.advance()
+
+
+@T.macro
+def early_dk(step, i, begin):
+    """Order "early-dK": dK is issued before dS' is shared, and Delta is read ahead."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.dq.start(i)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.read_delta(i)
+    step.all_but("dP", "dV")  # dQ of the step before
+    step.dq.free_and_add(i)
+    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.start_dk(i)
+    step.share_dS(i)
+    step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def separate_dS(step, i, begin):
+    """Order "separate-dS": dS' has registers of its own, and dV reads P' beside it."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.dq.start(i)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.all_but("dP", "dV")  # dQ of the step before
+    step.dq.free_and_add(i)
+    step.all_but("dV")  # dP'
+    if not step.key_pass.makes_dv:
+        shared.dO.release(i)
+    step.compute_dS(i)
+    step.share_dS(i)
+    step.start_dk(i)
+    step.start_next_scores(i)
+    if step.key_pass.makes_dv:
+        step.all_but("dK", "S")  # dV
+        shared.dO.release(i)
+    step.advance()
+
+
+@T.macro
+def dq_apart(step, i, begin):
+    """Order "apart": as early_dk, but the warpgroup of dq_sinks/apart.py computes dQ."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.read_delta(i)
+    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.start_dk(i)
+    step.share_dS(i)
+    step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def scores_first_dq_apart(step, i, begin):
+    """Order "apart" where a step issues its own S', see scores_come_first()."""
+    shared = step.shared
+    shared.Q.wait(i)
+    step.start_scores(i, step.blocks.head)
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.read_delta(i)
+    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.start_dk(i)
+    step.share_dS(i)
+    step.add_learned()
+    step.advance()
+
+
+# Passes without dQ
+
+
+@T.macro
+def reusing(step, i, begin):
+    """dK and dV, or dK: dP' in registers of S', dS' in those of P'."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.start_dk(i)
+    step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def dk_and_dv(step, i, begin):
+    """dK and dV, each tile in its own registers: dP' beside the exponentials."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
+    step.start_dv(i)
+    step.compute_dS(i)
+    step.start_dk(i)
+    step.start_next_scores(i)
+    step.all_but("dK", "S")  # dV
+    shared.dO.release(i)
+    step.advance()
+
+
+@T.macro
+def dk_alone(step, i, begin):
+    """dK, each tile in its own registers: dP' beside the exponentials."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
+    shared.dO.release(i)
+    step.compute_dS(i)
+    step.start_dk(i)
+    step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def dv_alone(step, i, begin):
+    """dV; in fp32 with one accumulator for all blocks."""
+    shared = step.shared
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    shared.dO.wait(i)
+    step.start_dv(i)
+    # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released before, causal dv
+    # of d192 and d256 sometimes read those of a later step (H200, 2026-11-21)
+    shared.Q.release(i)
+    step.fetch_next(i)
+    step.start_next_scores(i)
+    step.advance()
+
+
+# Passes in fp32. Sums by block are jobs in two accumulators, which take turns: see products.py
+
+
+@T.macro
+def dv_by_block(step, i, begin):
+    """dV, summed by block."""
+    shared, products, sums = step.shared, step.products, step.sums
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    shared.dO.wait(i)
+    jobs = step.dv_jobs(i)
+    fp32.start_jobs(products, jobs, sums)
+    if step.config.reuse_registers:
+        fp32.continue_jobs(products, jobs, sums, 2)
+        fp32.finish_jobs(products, jobs, sums, 0)
+    shared.Q.release(i)  # as in dv_alone
+    step.fetch_next(i)
+    if not step.config.reuse_registers:
+        fp32.continue_jobs(products, jobs, sums, 2)
+    step.start_next_scores(i)
+    if not step.config.reuse_registers:
+        fp32.finish_jobs(products, jobs, sums, len(products))
+    step.advance()
+
+
+@T.macro
+def fp32_by_block(step, i, begin):
+    """dK, dV and maybe dQ, summed by block; each tile in its own registers."""
+    shared, products, sums = step.shared, step.products, step.sums
+    step.finish_scores(i, begin)
+    step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
+    dv_jobs = step.dv_jobs(i)
+    fp32.start_jobs(products, dv_jobs, sums)
+    step.compute_fp32_dS(i)
+    step.split_dS(i)
+    step.share_parts_of_dS()
+    jobs = (*dv_jobs, *step.dk_jobs(i), *step.dq_jobs())
+    fp32.continue_jobs(products, jobs, sums, min(len(dv_jobs), 2))
+    step.start_next_scores(i)
+    fp32.finish_jobs(products, jobs, sums, len(products))
+    shared.dO.release(i)
+    step.advance()
+
+
+@T.macro
+def fp32_dk(step, i, begin):
+    """dK; each tile in its own registers."""
+    shared, products, sums = step.shared, step.products, step.sums
+    step.finish_scores(i, begin)
+    step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
+    shared.dO.release(i)
+    step.compute_fp32_dS(i)
+    step.split_dS(i)
+    if step.key_pass.by_block:
+        jobs = step.dk_jobs(i)
+        fp32.continue_jobs(products, jobs, sums, 0)
+        step.start_next_scores(i)
+        fp32.finish_jobs(products, jobs, sums, len(products))
+    else:
+        step.start_dk(i)
+        step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def fp32_reusing(step, i, begin):
+    """dK, maybe with dV and dQ, in one set of registers: dV is complete before dS' is computed."""
+    shared, products, sums = step.shared, step.products, step.sums
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    step.start_dp(i)
+    if step.key_pass.makes_dv:
+        dv_jobs = step.dv_jobs(i)
+        fp32.start_jobs(products, dv_jobs, sums)
+        fp32.continue_jobs(products, dv_jobs, sums, 2)
+        fp32.finish_jobs(products, dv_jobs, sums, 0)
+    T.wait_wgmma(0)  # dP'
+    shared.dO.release(i)
+    step.compute_fp32_dS(i)
+    step.split_dS(i)
+    if step.key_pass.by_block:
+        step.share_parts_of_dS()
+        jobs = (*step.dk_jobs(i), *step.dq_jobs())
+        fp32.continue_jobs(products, jobs, sums, 0)
+        step.start_next_scores(i)
+        fp32.finish_jobs(products, jobs, sums, len(products))
+    else:
+        step.start_dk(i)
+        step.start_next_scores(i)
+    step.advance()
+
+
+@T.macro
+def fp32_one_sum_reusing(step, i, begin):
+    """dK, dV and maybe dQ in one set of registers, with one accumulator for all blocks of dK and of dV."""
+    shared, products, sums = step.shared, step.products, step.sums
+    step.finish_scores(i, begin)
+    step.exponentiate(i)
+    step.start_dp(i)
+    step.start_dv(i)
+    step.all_but("dV")  # dP'
+    step.compute_fp32_dS(i)
+    T.wait_wgmma(0)  # dV, whose P' gives its registers to dS'
+    shared.dO.release(i)
+    step.split_dS(i)
+    step.start_dk(i)
+    step.share_parts_of_dS()
+    jobs = step.dq_jobs()
+    fp32.continue_jobs(products, jobs, sums, 0)
+    step.start_next_scores(i)
+    fp32.finish_jobs(products, jobs, sums, len(products))
+    step.advance()
+
+
+@T.macro
+def fp32_one_sum(step, i, begin):
+    """dK, dV and maybe dQ, each tile in its own registers, with one accumulator for all blocks of dK and of dV."""
+    shared, products, sums = step.shared, step.products, step.sums
+    step.finish_scores(i, begin)
+    step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
+    step.start_dv(i)
+    step.compute_fp32_dS(i)
+    step.split_dS(i)
+    step.start_dk(i)
+    step.share_parts_of_dS()
+    jobs = step.dq_jobs()
+    fp32.continue_jobs(products, jobs, sums, 0)
+    step.start_next_scores(i)
+    fp32.finish_jobs(products, jobs, sums, len(products))
+    step.all_but("dK", "S")  # dV
+    shared.dO.release(i)
+    step.advance()
+
+
+@T.macro
+def fp32_scores_first(step, i, begin):
+    """dK and dV, each tile in its own registers; a step issues its own S', beside dK of the step before, see scores_come_first()."""
+    shared = step.shared
+    shared.Q.wait(i)
+    step.start_scores(i, step.blocks.head)
+    step.all_but("dK", "S")  # dV of the step before
+    if i > begin:
+        shared.dO.release(i - 1)
+    step.finish_scores(i, begin)
+    step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
+    step.start_dv(i)
+    step.compute_fp32_dS(i)
+    step.split_dS(i)
+    step.start_dk(i)
+    step.add_learned()
+    step.advance()

@@ -1,0 +1,119 @@
+"""Shared memory of the backward by keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tl_attention.config.kernel_configs import BwdPass
+from tl_attention.config.part_configs import splits_keys
+from tl_attention.kernels.backward.dq_sinks.apart import DqSums
+from tl_attention.kernels.backward.dq_sinks.one_tile import DqTiles
+from tl_attention.kernels.backward.dq_sinks.order import AddingOrder, AnyOrder
+from tl_attention.kernels.backward.key_tiles import KeyTileBox, dq_pieces, key_chunk
+from tl_attention.kernels.backward.passes import KeyPass
+from tl_attention.kernels.scores.linear_bias import alloc_bias_columns
+from tl_attention.kernels.scores.staged import alloc_staged
+from tl_attention.kernels.seams.pipeline import (
+    TileRing,
+    alloc_each,
+    alloc_exchange,
+    alloc_parts,
+    alloc_swizzled,
+    input_ring,
+)
+from tl_attention.kernels.sources.tiles import SharedTiles
+from tl_attention.problem.attn_problem import AttnProblem
+
+
+def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, TileRing | None]:
+    """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
+    warpgroups, split = config.warpgroups, splits_keys(problem, config.makes)
+    shares_dq = config.makes_all and not problem.is_fp32
+    # Warps that read K: for dq all of them
+    readers = 4 * warpgroups if config.is_dynamic and shares_dq else 4
+    if config.dq_apart:
+        readers = 8  # those of the warpgroup that owns the keys, and those of dq
+    chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
+    K = input_ring(problem, "K", [warpgroups, 64], problem.head_dim, readers, split, chunk)
+    if "dk" not in config.makes:
+        return K, None
+    return K, input_ring(problem, "V", [warpgroups, 64], problem.head_dim_v, 4, split)
+
+
+def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None) -> Any:
+    """Tiles through which dV is stored: those of V; without V those of K, if as wide; else separate ones."""
+    if config.has_dv_tile(problem):
+        return alloc_each(config.warpgroups, [64, problem.head_dim_v], problem.dtype_of("dv"), "dV")
+    if V is not None:
+        return V.tiles
+    if problem.head_dim == problem.head_dim_v:
+        return K.tiles
+    return alloc_swizzled([config.warpgroups, 64, problem.head_dim_v], problem.dtype_of("dv"))
+
+
+def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
+    """Tiles [64, block_M] of dS' for dq; in fp32 one per warpgroup, which alone reads it, and per part."""
+    if "dq" not in config.makes:
+        return None
+    if problem.is_fp32:
+        return alloc_parts(
+            config.warpgroups, problem.parts, [64, config.block_M], problem.dtype_of("ds"), "dS"
+        )
+    readers = 4 if config.dq_apart else None
+    shape = config.warpgroups, config.block_M, problem.dtype_of("ds")
+    return alloc_exchange(config.order != "", *shape, "dS", readers)
+
+
+def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles:
+    """Barriers or tiles through which dQ of a step leaves."""
+    warps = 4 if config.dq_apart else 4 * config.warpgroups
+    if config.one_tile:
+        pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)
+        return DqTiles(pieces, problem.dtype_of("dq"), warps)
+    return AddingOrder(warps) if config.is_ordered else AnyOrder()
+
+
+def alloc_shared_tiles(
+    problem: AttnProblem,
+    config: BwdPass,
+    K: TileRing,
+    V: TileRing | None,
+    dV: Any,
+    inputs: Any,
+    rounding: Any,
+) -> SharedTiles:
+    """Allocate the remaining SharedTiles of a CTA."""
+    dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
+    dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
+    row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
+    q_shape = [config.num_stages, block_M, parts * problem.head_dim]
+    do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
+    dk_shape, has_dk = [64, problem.head_dim], dynamic and not problem.is_fp32  # fp32 leaves from registers
+    stores_tiles = config.adds_dq and not problem.sends_dS
+    walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
+    has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
+    box = consumer_warps + walkers, has_table, late, ordered, config.has_five_counts(problem)
+    Q = TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts)
+    dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts)
+    P = (
+        alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P")
+        if KeyPass(problem, config).stages_P
+        else None
+    )
+    return SharedTiles(
+        Q=Q,
+        dO=dO,
+        K=K,
+        V=V,
+        P=P,
+        dV=dV,
+        dS=alloc_ds(problem, config),
+        dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if has_dk else None,
+        tile_box=KeyTileBox(*box) if dynamic else None,
+        adding=alloc_adding(problem, config),
+        dq_sums=DqSums(name="dq_sums") if config.dq_apart else None,
+        bias_columns=alloc_bias_columns(problem, block_M) if config.has_linear_bias(problem) else None,
+        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
+        inputs=inputs,
+        rounding=rounding,
+    )

@@ -1,0 +1,404 @@
+"""Parts of a step of the backward by keys, for the 64 keys of a warpgroup: each issues one product, or computes one tile in registers.
+
+product_orders.py has the orders in which a step calls them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.config.kernel_configs import sum_columns
+from tl_attention.config.part_configs import splits_keys, stores_key_parts
+from tl_attention.kernels.backward.dq_before import BiasGradient, DqBefore, StepBefore
+from tl_attention.kernels.backward.key_tiles import KeyRowsMask, dq_pieces, piece_shape, scores_come_first
+from tl_attention.kernels.backward.load import key_step
+from tl_attention.kernels.backward.passes import KeyPass
+from tl_attention.kernels.scores.dropout import Dropout
+from tl_attention.kernels.scores.options import OptionArguments, Scores
+from tl_attention.kernels.seams import products as fp32
+from tl_attention.kernels.seams.pipeline import alloc_fragments, share, wait_for_stores
+from tl_attention.kernels.seams.softmax import indices, probabilities, softmax_backward
+from tl_attention.kernels.seams.split_tile import split_tile
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Arguments and memory of a CTA, for all its key tiles.
+
+    Args:
+        counts: KeyTileCounts.
+        tiles: where rows are in global memory.
+        shared: SharedTiles.
+        heads: query heads.
+    """
+
+    counts: Any
+    tiles: Any
+    shared: Any
+    options: OptionArguments
+    softmax_scale: Any
+    heads: Any
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Parts that P' and dS' of a tile are computed with, besides S' and dP'."""
+
+    scores: Scores
+    dropout: Dropout
+    mask: KeyRowsMask
+    scale_log2: Any  # factor of scores in base 2
+
+
+@T.meta_class
+class KeyStep:
+    """The registers of warpgroup w for a key tile, and the parts of a step against block_M queries.
+
+    Args:
+        key: first of the 64 keys.
+        turn: number of the CTA's tile.
+        first: its first step.
+    """
+
+    def __init__(
+        self,
+        key_pass: KeyPass,
+        w: int,
+        key: Any,
+        turn: Any,
+        first: Any,
+        tile: Any,
+        blocks: Any,
+        elements: Elements,
+        launch: Launch,
+        name: str = "step",
+    ):
+        self.key_pass, self.w, self.key, self.turn, self.first = key_pass, w, key, turn, first
+        self.problem, self.config = problem, config = key_pass.problem, key_pass.config
+        self.tile, self.blocks, self.tiles, self.shared = tile, blocks, launch.tiles, launch.shared
+        self.heads, self.softmax_scale = launch.heads, launch.softmax_scale
+        self.scores, self.dropout, self.mask = elements.scores, elements.dropout, elements.mask
+        self.scale_log2, self.products = elements.scale_log2, problem.products
+        # Ring that the last GEMM of a step reads
+        self.last_read = launch.shared.Q if key_pass.makes_dk else launch.shared.dO
+        self.steps_before = 0 if problem.program is None else first  # steps of other tiles
+        # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
+        self.adds_learned_late = config.block_M == 128
+
+        block_M, reuse, parts = config.block_M, config.reuse_registers, problem.parts
+        head_dim, head_dim_v, tile_shape = problem.head_dim, problem.head_dim_v, [64, config.block_M]
+        sum_cols = sum_columns(problem, config)
+        dk_cols, dv_cols = (sum_cols if key_pass.by_block else width for width in (head_dim, head_dim_v))
+        self.acc_s = T.alloc_fragment(tile_shape, "float32")  # S' [keys, queries], then P'
+        self.P = T.alloc_fragment(tile_shape, problem.dtype_of("p"))  # P' [keys, queries]
+        self.P_for_dv = (
+            T.alloc_fragment(tile_shape, problem.dtype_of("p")) if key_pass.separates_P else self.P
+        )
+        self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
+        # dS' [keys, queries]
+        self.dS = self.P if key_pass.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
+        self.P_parts = (self.P_for_dv, *fp32.alloc_further_parts(tile_shape, parts))
+        further = self.P_parts[1:] if reuse else fp32.alloc_further_parts(tile_shape, parts)
+        self.dS_parts = (self.dS, *further)
+        acc_dk = T.alloc_fragment([64, dk_cols], "float32")
+        acc_dv = T.alloc_fragment([64, dv_cols], "float32")
+        self.dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
+        self.dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
+        self.sums = alloc_fragments([[64, sum_cols]] * (2 if sum_cols else 0), "float32")
+        pieces = dq_pieces(block_M, head_dim, config.warpgroups)[w]
+        acc_dq = alloc_fragments([piece_shape(x) for x in pieces if not config.dq_apart], "float32")
+        # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
+        last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if config.is_dynamic else acc_dq
+        self.lse_log2 = T.alloc_fragment([block_M], "float32")
+        self.before = StepBefore(config, counted=config.is_dynamic and key_pass.shares_dS, name="before")
+        sends_dS = key_pass.shares_dS and problem.sends_dS
+        self.bias_gradient = BiasGradient(
+            sends_dS, self.scores.traced, launch.shared.dS, w, key, name="dbias"
+        )
+        self.delta = T.alloc_fragment([block_M], "float32") if key_pass.reads_delta_ahead else None
+        # Where this thread writes dS'
+        self.dS_address = T.alloc_var("int32", init=launch.shared.dS.address(w)) if config.order else None
+        self.dq = DqBefore(key_pass, w, acc_dq, last_dq, self.before, self.bias_gradient, first, launch)
+
+    @property
+    def P_operands(self) -> tuple:
+        """Tiles of P' that dV is the product of."""
+        return (self.shared.P[self.w],) if self.key_pass.stages_P else self.P_parts
+
+    def all_but(self, *products: str) -> Any:
+        """Wait until at most the products of these names, which were issued last, are in flight."""
+        counts = {
+            "S": len(self.products) + self.config.has_linear_bias(self.problem),
+            "dP": len(self.products) * self.key_pass.makes_dk,
+            "dV": len(self.products) * self.key_pass.makes_dv,
+            "dK": len(self.products) * self.key_pass.makes_dk,
+        }
+        return T.wait_wgmma(sum(counts[name] for name in products))
+
+    @property
+    def key_step(self) -> Any:
+        """Step of the K and V rings that holds the keys."""
+        return key_step(self.config, self.turn, self.w)
+
+    @T.inline
+    def take_keys(self):
+        """Wait for K; for dQ for that of all warpgroups."""
+        config, late_dq = self.config, self.key_pass.makes_dq_late
+        if (
+            config.is_dynamic
+        ):  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
+            fp32.clear((*(self.dq.acc_dq if late_dq else ()), self.acc_s))
+        for other in tuple(range(config.warpgroups)) if late_dq else (self.w,):
+            self.shared.K.wait(key_step(config, self.turn, other))
+        if splits_keys(self.problem, config.makes):
+            parts = self.tiles.k_parts(self.tile, self.key, 64)
+            split_tile(self.problem, self.w, self.shared.K, self.key_step, parts)
+
+    @T.inline
+    def take_values(self):
+        """Wait for V, unless the first step does, and begin the sums of dK and dV."""
+        if self.key_pass.makes_dk:
+            if not self.waits_for_V_late:
+                self.shared.V.wait(self.key_step)
+            if splits_keys(self.problem, self.config.makes):
+                parts = self.tiles.v_parts(self.tile, self.key, 64)
+                split_tile(self.problem, self.w, self.shared.V, self.key_step, parts)
+            fp32.clear(self.dk_chunks)
+        if self.key_pass.makes_dv:
+            fp32.clear(self.dv_chunks)
+
+    @T.inline
+    def finish(self, last):
+        """Wait for the last products, release what the last step has read, and pass its dQ on."""
+        shared, config, key_pass = self.shared, self.config, self.key_pass
+        T.wait_wgmma(0)
+        if stores_key_parts(self.problem, config.makes):
+            wait_for_stores()
+        if config.is_dynamic:
+            self.last_read.release(last)
+            if scores_come_first(self.problem, config) and not key_pass.dS_in_P:
+                shared.dO.release(last)
+            if key_pass.frees_V:
+                shared.V.release(self.key_step)
+        if config.dq_apart or (config.is_dynamic and self.problem.is_fp32):
+            shared.K.release(self.key_step)
+        if key_pass.makes_dq_late:
+            self.dq.finish(last, self.turn)
+
+    @T.inline
+    def start_scores(self, step, head):
+        """Issue S' = K Q', accumulated on the linear bias if there is one."""
+        shared = self.shared
+        self.scores.start(self.tile.batch, head, self.scale_log2)
+        self.scores.begin(self.acc_s, shared.bias_columns)
+        fp32.multiply(
+            self.products,
+            shared.K.parts_of(self.w),
+            shared.Q.parts_of(step),
+            self.acc_s,
+            transpose_B=True,
+            clear_accum=not self.config.has_linear_bias(self.problem),
+        )
+
+    @T.inline
+    def start_next_scores(self, step):
+        """Issue S' of the next step, and add the sums of learned gradients beside it.
+
+        After the last step it may read a slot that is empty or being filled: nothing reads this S'.
+        """
+        if step + 1 < self.first + self.blocks.steps:
+            self.shared.Q.wait(step + 1)
+        next_head = T.min(self.blocks.next_head, self.heads - 1)
+        self.start_scores(step + 1, next_head)
+        self.add_learned()
+
+    @T.inline
+    def add_learned(self):
+        """Add the sums of diagonals that dS' is the gradient of, if compute_dS() has not."""
+        if self.adds_learned_late:
+            self.scores.add_learned(self.blocks)
+
+    @T.inline
+    def finish_scores(self, step, begin):
+        """Wait for S' and the last GEMM of the step before, after the loads that the exponentials need."""
+        if self.key_pass.prefetches_lse:
+            self.shared.Q.read_row_values(step, 0, self.lse_log2)
+        self.dropout.start()
+        self.dropout.draw(self.tile.batch * self.heads + self.blocks.head, self.blocks.query, self.key)
+        # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
+        T.wait_wgmma(0)
+        if self.before.exists(step, begin):
+            self.last_read.release(step - 1)
+
+    @T.inline
+    def exponentiate(self, step):
+        """Compute P' = exp2(S' - lse), in fp32 and as operands of dV and dK."""
+        self.replace_scores(step)
+        reuse, key_pass = self.config.reuse_registers, self.key_pass
+        if self.problem.parts > 1:
+            fp32.split_kept(self.acc_s, self.P_parts)
+        else:
+            if key_pass.makes_dv and not (self.problem.is_sloped and key_pass.makes_dk):
+                T.copy(self.acc_s, self.P_for_dv)
+            if reuse and (key_pass.separates_P or not key_pass.makes_dv):
+                T.copy(self.acc_s, self.P)
+        if key_pass.makes_dv:
+            for n in indices(self.P_parts):
+                self.dropout.drop(self.P_parts[n])
+            if key_pass.stages_P:
+                share(self.w, (self.P_for_dv,), (self.shared.P[self.w],))
+
+    @T.inline
+    def replace_scores(self, step):
+        """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
+
+        If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
+        """
+        key_pass, scores, mask, blocks, acc_s = self.key_pass, self.scores, self.mask, self.blocks, self.acc_s
+        prefetched, P = key_pass.prefetches_lse, self.P_for_dv if key_pass.has_two_P else None
+        diagonal = mask.diagonal(blocks.query)
+        scores.locate_transposed(mask.key, blocks, step - self.steps_before)
+        scores.prepare(acc_s, diagonal)
+        if key_pass.masks_before_exp:
+            scores.hide_transposed(acc_s, mask, blocks, self.softmax_scale)
+        probabilities(
+            acc_s,
+            lambda score, i, j: scores.exponent(
+                *(score, i, j, diagonal, self.scale_log2),
+                self.lse_log2[j] if prefetched else self.shared.Q.row_value(step, 0, j),
+            ),
+            P=P,
+            sloped=scores.sloped if self.problem.is_sloped and key_pass.makes_dk else None,
+        )
+        if not key_pass.masks_before_exp:
+            scores.clear_transposed(acc_s, P, mask, blocks)
+
+    @T.inline
+    def start_dp(self, step):
+        """Issue dP' = V dO'."""
+        shared = self.shared
+        if self.waits_for_V_late:
+            if self.before.is_missing:
+                shared.V.wait(self.key_step)
+        shared.dO.wait(step)
+        fp32.multiply(
+            self.products,
+            shared.V.parts_of(self.w),
+            shared.dO.parts_of(step),
+            self.acc_dp,
+            transpose_B=True,
+            clear_accum=True,
+        )
+
+    @property
+    def waits_for_V_late(self) -> bool:
+        """True if V is waited for in the first step, not before it."""
+        config = self.config
+        return config.is_dynamic and config.reuse_registers and not splits_keys(self.problem, config.makes)
+
+    @T.inline
+    def start_dv(self, step):
+        """Issue dV += P' dO, if the pass makes dV."""
+        if self.key_pass.makes_dv:
+            dO = self.shared.dO.parts_of(step)
+            fp32.multiply(self.products, self.P_operands.__getitem__, dO, self.dv_chunks[0])
+
+    @T.inline
+    def start_dk(self, step):
+        """Issue dK += dS' Q."""
+        fp32.multiply(
+            self.products, self.dS_parts.__getitem__, self.shared.Q.parts_of(step), self.dk_chunks[0]
+        )
+
+    @T.inline
+    def read_delta(self, step):
+        self.shared.Q.read_row_values(step, 1, self.delta)
+
+    @T.inline
+    def drop_dp(self):
+        """Apply dropout to dP'."""
+        self.dropout.drop(self.acc_dp)
+        self.dropout.scale_kept(self.acc_dp)
+
+    @T.inline
+    def compute_dS(self, step):
+        """dS' = P' * (dP' - Delta), in 16 bits."""
+        self.drop_dp()
+        softmax_backward(
+            self.P if self.config.reuse_registers else self.acc_s,
+            self.acc_dp,
+            lambda i, j: (
+                self.delta[j] if self.key_pass.reads_delta_ahead else self.shared.Q.row_value(step, 1, j)
+            ),
+            self.dS,
+        )
+        self.fetch_next(step)
+
+    @T.inline
+    def fetch_next(self, step):
+        """Compute values of the next step's diagonals, see Scores.fetch_next()."""
+        self.scores.fetch_next(self.mask, self.blocks, step - self.steps_before)
+
+    @T.inline
+    def share_dS(self, step):
+        """Write dS' to shared memory, if dQ is computed from there."""
+        if self.key_pass.shares_dS:
+            dS = self.shared.dS
+            dS.wait_empty(step)
+            dS.write(self.w, self.dS_address, step, self.dS)
+            dS.announce(step)
+            self.scores.learn_dS(self.dS, self.blocks, not self.adds_learned_late)
+
+    @T.inline
+    def compute_fp32_dS(self, step):
+        """dS' = P' * (dP' - Delta) in fp32, in the registers of dP'."""
+        self.drop_dp()
+        P = self.P_parts if self.config.reuse_registers else (self.acc_s,)
+        fp32.replace_dp(P, self.acc_dp, lambda j: self.shared.Q.row_value(step, 1, j))
+        if self.key_pass.adds_own_dq:
+            self.scores.learn_dS(self.acc_dp, self.blocks, True)
+
+    @T.inline
+    def split_dS(self, step):
+        """Split dS' into bf16 parts."""
+        fp32.split_parts(self.acc_dp, self.dS_parts)
+        self.fetch_next(step)
+
+    def dv_jobs(self, step: Any) -> tuple:
+        """Jobs of dV += P' dO, see products.Job."""
+        return fp32.jobs(self.dv_chunks, self.P_parts, self.shared.dO, step) if self.key_pass.makes_dv else ()
+
+    def dk_jobs(self, step: Any) -> tuple:
+        """Jobs of dK += dS' Q."""
+        return fp32.jobs(self.dk_chunks, self.dS_parts, self.shared.Q, step) if self.key_pass.makes_dk else ()
+
+    def dq_jobs(self) -> tuple:
+        """Jobs of dQ' = K' dS', after share_parts_of_dS()."""
+        if not self.key_pass.adds_own_dq:
+            return ()
+        place = {"tile": self.tile, "head": self.blocks.head, "start": self.blocks.query}
+        add_dq = functools.partial(self.tiles.add_dq, **place, factor=self.softmax_scale)
+        shared = self.shared
+        return fp32.transposed_jobs(self.problem.head_dim, shared.K, self.w, shared.dS[self.w], add_dq)
+
+    @T.inline
+    def share_parts_of_dS(self):
+        """Write the parts of dS' to shared memory of the warpgroup, if it computes dQ of its keys."""
+        if self.key_pass.adds_own_dq:
+            share(self.w, self.dS_parts, self.shared.dS[self.w])
+
+    @T.inline
+    def advance(self):
+        """Go to the next query block."""
+        if self.key_pass.shares_dS:
+            stays = self.config.one_tile or self.config.dq_apart
+            row_block = (
+                0 if stays else self.tiles.dq_row_block(self.tile, self.blocks.head, self.blocks.query)
+            )
+            self.before.note(row_block)
+        self.bias_gradient.locate(self.blocks)
+        self.scores.advance(self.mask, self.blocks)

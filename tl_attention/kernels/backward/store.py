@@ -1,0 +1,104 @@
+"""Stores of the backward by keys: dK and dV of 64 keys at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.config.kernel_configs import BwdPass
+from tl_attention.kernels.backward.dq_sinks.round import key_policy
+from tl_attention.kernels.backward.passes import KeyPass
+from tl_attention.kernels.seams.pipeline import sync_warpgroup, wait_for_stores
+from tl_attention.kernels.seams.products import scale
+from tl_attention.kernels.seams.row_stores import store_columns
+from tl_attention.kernels.seams.softmax import indices
+from tl_attention.problem.attn_problem import AttnProblem
+
+
+def dk_tile(config: BwdPass, w: int, shared: Any) -> Any:
+    """Shared tile through which dK is stored: that of K, or a separate one if the next keys are loaded meanwhile."""
+    return shared.dK[w] if config.is_dynamic else shared.K.tiles[w, :, :]
+
+
+def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
+    """Shared tile through which dV is stored."""
+    return shared.dV[w] if config.has_dv_tile(problem) else shared.dV[w, :, :]
+
+
+def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
+    """Store a shared tile by TMA; with the schedule grid also wait until TMA has read it."""
+    if not config.is_dynamic:
+        return T.copy(tile, place)
+    return T.tma_copy(tile, place, eviction_policy=key_policy(problem, config))
+
+
+def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
+    """True if the CTA has a part of the tile's gradients."""
+    return tiles.shared_number(tile) >= 0 if config.is_split else counts.parts > 1
+
+
+@T.macro
+def store_gradients(
+    key_pass: KeyPass,
+    w,
+    key,
+    tile,
+    launch,
+    dropout,
+    dk_chunks,
+    dv_chunks,
+):
+    """Scale dK and dV, and store them through shared tiles, in fp32 from registers.
+
+    They are stored as parts if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
+
+    dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
+    """
+    problem, config, makes_dk, makes_dv = (
+        key_pass.problem,
+        key_pass.config,
+        key_pass.makes_dk,
+        key_pass.makes_dv,
+    )
+    counts, tiles, shared = launch.counts, launch.tiles, launch.shared
+    # TileLang 0.1.15 names the kernel argument after the variable that was bound to it last
+    softmax_scale = launch.softmax_scale
+    if makes_dk:
+        scale(dk_chunks, softmax_scale)
+    if makes_dv:
+        for n in indices(dv_chunks):
+            dropout.scale_kept(dv_chunks[n])
+    if problem.is_fp32 and not problem.has("varlen"):
+        if counts.parts == 1:
+            if makes_dk:
+                store_columns(tiles.dK, tile, key, dk_chunks)
+            if makes_dv:
+                store_columns(tiles.dV, tile, key, dv_chunks)
+        else:
+            store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
+    elif problem.is_fp32 or problem.has("partial") or is_shared(config, counts, tile, tiles):
+        store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
+    else:
+        if config.has_dv_tile(problem):  # gradients of the previous tile have been stored
+            wait_for_stores()
+            sync_warpgroup(w)
+        if makes_dk:
+            T.copy(dk_chunks[0], dk_tile(config, w, shared))
+        if makes_dv:
+            T.copy(dv_chunks[0], dv_tile(problem, config, w, shared))
+        T.fence_proxy_async()
+        sync_warpgroup(w)
+        if makes_dk:
+            send(problem, config, dk_tile(config, w, shared), tiles.dk(tile, key, 64))
+        if makes_dv:
+            send(problem, config, dv_tile(problem, config, w, shared), tiles.dv(tile, key, 64))
+
+
+@T.macro
+def store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
+    """Store fp32 parts, which sum.py adds."""
+    if makes_dk:
+        tiles.dK_parts.store(dk_chunks, tiles.dk_row_block(tiles.dK_parts, tile, key))
+    if makes_dv:
+        tiles.dV_parts.store(dv_chunks, tiles.dk_row_block(tiles.dV_parts, tile, key))

@@ -1,0 +1,1 @@
+"""A few queries against a KV cache: kernel.py is the algorithm."""

@@ -1,0 +1,400 @@
+"""Division of a decode's work among CTAs, computed on the GPU, since the host does not know the lengths of the sequences.
+
+Work item: one sequence, one key head and one tile of queries. Items are numbered by sequence, then key head, then tile.
+Work unit: what CTAs divide. All items of a sequence have the same number of work units, by the split rule:
+    0: one unit per key block. CTAs share all keys evenly, and the range of a CTA may begin and end inside an item.
+    n > 0: one unit per split of n key blocks, so that the splits of a sequence do not depend on other sequences.
+    -n < 0: n splits of equal size, one unit each; fewer where a sequence has fewer key blocks.
+Segment: the key blocks of one item that one CTA processes without a break. An item of several segments is merged by
+combine.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.seams.pipeline import sync_warpgroup
+from tl_attention.kernels.seams.roles import WARPGROUP
+from tl_attention.kernels.seams.softmax import LOG2E
+from tl_attention.problem.attn_problem import AttnProblem
+
+# Bits of the kernel argument `present`: which optional tensors a launch has
+HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX = 1, 2, 4
+MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA saves
+
+
+def rolled(steps: Any) -> Any:
+    """Loop that nvcc does not unroll: a CTA runs most code once, so instructions are fetched from L2 or memory."""
+    return T.unroll(steps, unroll_factor=1)
+
+
+def int_var() -> Any:
+    """int32 variable of a thread, 0 at first."""
+    return T.alloc_var("int32", init=0)
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """Position of each sequence's keys in the cache.
+
+    Args:
+        Seqlens: int32 [batch], keys in the cache, without `appended`; absent: `seqlen` for all sequences.
+        Leftpad: int32 [batch], cache rows before the first key; absent: 0.
+        CacheIndex: int32 [batch], cache of each sequence; absent: its own number.
+        present: bits HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX. An absent tensor may have any length of at least 1.
+        seqlen, appended: keys in the cache, keys that were just appended to it.
+        capacity: maximum number of keys per sequence.
+    """
+
+    Seqlens: Any
+    Leftpad: Any
+    CacheIndex: Any
+    present: Any
+    seqlen: Any
+    appended: Any
+    capacity: Any
+
+    def value(self, tensor: Any, flag: int, b: Any, default: Any) -> Any:
+        """tensor[b], or default if the tensor is absent."""
+        bit = self.present >> flag.bit_length() - 1 & 1
+        # The index is 0 in an absent tensor, so that a load moved ahead of the condition stays inside
+        return T.if_then_else(bit != 0, tensor[b * bit], default)
+
+    def keys_end(self, b: Any) -> Any:
+        """Row after the last key of sequence b, counted from the start of its cache."""
+        seqlen = self.value(self.Seqlens, HAS_SEQLENS, b, self.seqlen)
+        return T.min(seqlen + self.appended, self.capacity)
+
+    def leftpad(self, b: Any) -> Any:
+        return self.value(self.Leftpad, HAS_LEFTPAD, b, 0)
+
+    def cache(self, b: Any) -> Any:
+        return self.value(self.CacheIndex, HAS_CACHE_INDEX, b, b)
+
+
+@dataclass(frozen=True)
+class WorkSizes:
+    """Sizes that determine the division of the work: a constant and int32 kernel arguments."""
+
+    block_N: int  # keys per key block
+    batch: Any
+    seqlen_q: Any
+    items_per_sequence: Any
+    m_blocks: Any  # query tiles per key head
+    left: Any  # keys that a query sees before its diagonal
+    split_rule: Any  # see the top of this file
+    ctas: Any
+
+
+@T.meta_class
+class WorkShare:
+    """Work units of one CTA, read segment by segment. The producer warp computes them; each lane holds the same values.
+
+    CTAs that have work have equal numbers of work units, up to one.
+    """
+
+    def __init__(self, ranges: KeyRanges, sizes: WorkSizes, name: str = "work"):
+        self.ranges, self.sizes = ranges, sizes
+        # The sequence of work unit `unit`
+        self.b = int_var()
+        self.units_before = int_var()  # work units of all sequences before
+        self.units_per_item = int_var()
+        self.num_blocks = int_var()  # key blocks from first_block on
+        self.length = int_var()  # keys
+        self.first_block = int_var()  # first key block that a query sees
+        self.blocks_per_split = int_var()
+        # The range of this CTA
+        self.unit = int_var()  # first work unit of the next segment
+        self.end_unit = int_var()
+        self.units_per_cta = int_var()
+        self.longer_ctas = int_var()  # number of CTAs, the first ones, with one unit more
+        self.cta = int_var()
+        self.total_units = int_var()
+        self.busy_ctas = int_var()  # CTAs that have work
+        # Sums of a scan over 32 sequences, one per lane
+        self.scanned_units = int_var()
+        self.lane_units_before = int_var()
+        self.units_to_lane = int_var()
+        # The segment
+        self.item_unit = int_var()  # first work unit of the item
+        self.unit_in_item = int_var()
+        self.item = int_var()
+        self.kv_head = int_var()
+        self.m_block = int_var()  # query tile
+        self.start_block = int_var()
+        self.steps = int_var()  # key blocks
+        self.parts = int_var()  # segments of the item
+        self.part = int_var()  # number of the segment in the item
+        self.first_slot = int_var()  # slot in O_parts and Lse_parts of the item's part 0
+        self.entry = int_var()  # entry in Merges that this segment writes; -1: none
+
+    @T.inline
+    def read_sequence(self, b):
+        """Set the length, key blocks and work units of sequence b; no work units past the last sequence."""
+        sizes = self.sizes
+        self.units_per_item[0] = 0
+        if b < sizes.batch:
+            self.length[0] = self.ranges.keys_end(b) - self.ranges.leftpad(b)
+            self.first_block[0] = T.max(self.length[0] - sizes.seqlen_q - sizes.left, 0) // sizes.block_N
+            # A sequence without keys has one masked block, since it has an output
+            self.num_blocks[0] = T.max(
+                (self.length[0] + sizes.block_N - 1) // sizes.block_N - self.first_block[0], 1
+            )
+            self.units_per_item[0] = self.num_blocks[0]
+            if sizes.split_rule != 0:
+                self.blocks_per_split[0] = sizes.split_rule
+                if sizes.split_rule < 0:
+                    self.blocks_per_split[0] = T.truncdiv(
+                        self.num_blocks[0] - sizes.split_rule - 1, -sizes.split_rule
+                    )
+                self.units_per_item[0] = T.truncdiv(
+                    self.num_blocks[0] + self.blocks_per_split[0] - 1, self.blocks_per_split[0]
+                )
+
+    @T.inline
+    def start(self, cta):
+        """Set the range of work units of this CTA, and find the sequence of the first."""
+        self.cta[0] = cta
+        self.count_units()
+        sizes = self.sizes
+        blocks_per_cta = MIN_KEYS_PER_CTA // sizes.block_N  # at least
+        enough = T.if_then_else(
+            sizes.split_rule == 0, self.total_units[0] // blocks_per_cta, self.total_units[0]
+        )
+        self.busy_ctas[0] = T.max(T.min(enough, sizes.ctas), 1)
+        self.units_per_cta[0] = T.truncdiv(self.total_units[0], self.busy_ctas[0])
+        self.longer_ctas[0] = self.total_units[0] - self.units_per_cta[0] * self.busy_ctas[0]
+        # The condition reads a variable that its body sets; else TileLang 0.1.15 would make an `if` of each statement
+        self.unit[0] = cta
+        if self.unit[0] < self.busy_ctas[0]:
+            self.unit[0] = cta * self.units_per_cta[0] + T.min(cta, self.longer_ctas[0])
+            self.end_unit[0] = (
+                self.unit[0] + self.units_per_cta[0] + T.if_then_else(cta < self.longer_ctas[0], 1, 0)
+            )
+            self.find_sequence()
+            self.read_sequence(self.b[0])
+        else:
+            self.unit[0] = 0  # no work: end_unit is 0, too
+
+    @T.inline
+    def count_units(self):
+        """Set total_units, with one sequence per lane."""
+        lane = T.get_thread_binding() % 32
+        for chunk in rolled(T.ceildiv(self.sizes.batch, 32)):
+            self.read_sequence(chunk * 32 + lane)
+            self.total_units[0] += T.warp_reduce_sum(self.units_per_item[0])
+        self.total_units[0] *= self.sizes.items_per_sequence
+
+    @T.inline
+    def find_sequence(self):
+        """Set b to the sequence of `unit`, and units_before, by a prefix sum with one sequence per lane."""
+        sizes = self.sizes
+        lane = T.get_thread_binding() % 32
+        for chunk in rolled(T.ceildiv(sizes.batch, 32)):
+            if sizes.batch > 32:  # else the lanes still hold the sequences of count_units()
+                self.read_sequence(chunk * 32 + lane)
+            self.units_to_lane[0] = self.units_per_item[0]
+            for distance in (1, 2, 4, 8, 16):
+                self.lane_units_before[0] = T.shfl_up(self.units_to_lane[0], distance)
+                if lane >= distance:
+                    self.units_to_lane[0] += self.lane_units_before[0]
+            self.lane_units_before[0] = (
+                self.scanned_units[0] + self.units_to_lane[0] - self.units_per_item[0]
+            ) * sizes.items_per_sequence
+            self.scanned_units[0] += T.shfl_sync(self.units_to_lane[0], 31)
+            found = (self.lane_units_before[0] <= self.unit[0]) & (
+                self.unit[0] < self.lane_units_before[0] + self.units_per_item[0] * sizes.items_per_sequence
+            )
+            self.b[0] = T.max(self.b[0], T.warp_reduce_max(T.if_then_else(found, chunk * 32 + lane, 0)))
+            self.units_before[0] = T.max(
+                self.units_before[0],
+                T.warp_reduce_max(T.if_then_else(found, self.lane_units_before[0], 0)),
+            )
+
+    @property
+    def has_next(self) -> Any:
+        return self.unit[0] < self.end_unit[0]
+
+    def cta_of(self, unit: Any) -> Any:
+        """CTA that has a work unit."""
+        is_longer = unit < self.longer_ctas[0] * (self.units_per_cta[0] + 1)
+        return T.truncdiv(
+            unit - T.if_then_else(is_longer, 0, self.longer_ctas[0]),
+            self.units_per_cta[0] + T.if_then_else(is_longer, 1, 0),
+        )
+
+    @T.inline
+    def next_segment(self):
+        """Set the segment that starts at `unit`, and move `unit` past it."""
+        sizes = self.sizes
+        while self.unit[0] >= self.units_before[0] + self.units_per_item[0] * sizes.items_per_sequence:
+            self.units_before[0] += self.units_per_item[0] * sizes.items_per_sequence
+            self.b[0] += 1
+            self.read_sequence(self.b[0])
+        self.item[0] = T.truncdiv(self.unit[0] - self.units_before[0], self.units_per_item[0])
+        self.unit_in_item[0] = self.unit[0] - self.units_before[0] - self.item[0] * self.units_per_item[0]
+        self.item_unit[0] = self.unit[0] - self.unit_in_item[0]
+        self.kv_head[0] = T.truncdiv(self.item[0], sizes.m_blocks)
+        self.m_block[0] = self.item[0] - self.kv_head[0] * sizes.m_blocks
+        self.item[0] += self.b[0] * sizes.items_per_sequence
+        if sizes.split_rule == 0:
+            self.start_block[0] = self.first_block[0] + self.unit_in_item[0]
+            self.steps[0] = T.min(
+                self.units_per_item[0] - self.unit_in_item[0], self.end_unit[0] - self.unit[0]
+            )
+            self.part[0] = self.cta_of(self.item_unit[0])
+            self.parts[0] = self.cta_of(self.item_unit[0] + self.units_per_item[0] - 1) - self.part[0] + 1
+            # The next segment has the next CTA or a later item, so no two segments have the same sum, their slot
+            self.first_slot[0] = self.part[0] + self.item[0]
+            self.part[0] = self.cta[0] - self.part[0]
+            self.unit[0] += self.steps[0]
+            self.entry[0] = T.if_then_else(self.parts[0] > 1, self.cta[0], -1)
+        else:
+            self.start_block[0] = self.first_block[0] + self.unit_in_item[0] * self.blocks_per_split[0]
+            self.steps[0] = T.min(
+                self.blocks_per_split[0],
+                self.num_blocks[0] - self.unit_in_item[0] * self.blocks_per_split[0],
+            )
+            self.parts[0] = self.units_per_item[0]
+            self.part[0] = self.unit_in_item[0]
+            self.first_slot[0] = self.item_unit[0]
+            self.unit[0] += 1
+            self.entry[0] = self.item[0]
+        if self.part[0] > 0:
+            self.entry[0] = -1
+
+
+@T.meta_class
+class SegmentBox:
+    """Mailbox in shared memory with two slots, in which the producer describes segments to the consumers, which then need no division.
+
+    A segment of 0 steps ends the work. An mbarrier does not keep the compiler from moving plain loads and stores across it;
+    a sync_warp on either side does.
+    """
+
+    FIELDS = (
+        "steps", "b", "kv_head", "m_block", "start_block", "length", "parts", "part", "first_slot", "entry",
+    )  # fmt: skip
+
+    def __init__(self, consumer_warps: int, name: str = "segment_box"):
+        self.values = T.alloc_shared([2, len(self.FIELDS)], "int32")
+        self.full = T.alloc_barrier([1, 1])
+        self.empty = T.alloc_barrier([consumer_warps] * 2)
+
+    @T.inline
+    def post(self, turn, work):
+        """Write the segment of a WorkShare as the turn-th of this CTA."""
+        T.mbarrier_wait_parity(self.empty[turn % 2], turn // 2 % 2 ^ 1)
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            for number, name in enumerate(self.FIELDS):
+                self.values[turn % 2, number] = getattr(work, name)[0]
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.full[turn % 2])
+
+    @T.inline
+    def wait(self, turn):
+        T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
+        T.sync_warp()
+
+    @T.inline
+    def release(self, turn):
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.empty[turn % 2])
+
+    def read(self, turn: Any, field: str) -> Any:
+        return self.values[turn % 2, self.FIELDS.index(field)]
+
+
+@T.meta_class
+class Segment:
+    """The segment that a consumer warpgroup processes, in registers."""
+
+    def __init__(self, box: SegmentBox, name: str = "segment"):
+        self.box = box
+        self.step = int_var()  # key blocks before the current one, in all segments
+        self.rows = int_var()  # of this warpgroup that exist
+        self.first_row = int_var()  # of this warpgroup among all rows of a key head
+        self.turn = int_var()  # segments before this
+        self.b = int_var()  # sequence
+        self.length = int_var()  # keys of the sequence
+        self.steps = int_var()  # key blocks
+        self.start_block = int_var()
+
+    @T.inline
+    def wait(self):
+        """Wait for a segment, and set `steps`; 0: there are no more segments."""
+        self.box.wait(self.turn[0])
+        self.steps[0] = T.shfl_sync(self.field("steps"), 0)
+
+    @T.inline
+    def read(self, query_tile, block_M, total_rows):
+        """Set the other fields, for the warpgroup of this query tile of 64 rows among the block_M of the CTA."""
+        self.b[0] = self.field("b")
+        self.length[0] = self.field("length")
+        self.start_block[0] = self.field("start_block")
+        self.first_row[0] = self.field("m_block") * block_M + 64 * query_tile
+        self.rows[0] = T.max(T.min(total_rows - self.first_row[0], 64), 0)
+
+    @T.inline
+    def finish(self):
+        """Release the segment. No field can be read after this."""
+        self.box.release(self.turn[0])
+        self.turn[0] += 1
+
+    def field(self, name: str) -> Any:
+        """A field of SegmentBox, from shared memory."""
+        return self.box.read(self.turn[0], name)
+
+
+@dataclass(frozen=True)
+class DecodeOptionArguments:
+    """Kernel arguments of the options; those of an option that the problem does not have are not read.
+
+    Args:
+        left, right: int32, keys that a query sees before and after its diagonal. The window is always on.
+        softcap: float32, c of c * tanh(score / c).
+        Slopes: float32 [batch, heads], of ALiBi.
+        Sink: float32 [heads], one more score per head.
+    """
+
+    left: Any
+    right: Any
+    softcap: Any
+    Slopes: Any
+    Sink: Any
+
+
+@T.meta_class
+class RowTables:
+    """Tables [warpgroups, 64] in shared memory of the rows of a query tile. A row is one query of one head; adjacent rows share a query."""
+
+    def __init__(self, problem: AttnProblem, warpgroups: int, name: str = "rows"):
+        self.queries = T.alloc_shared([warpgroups, 64], "int32")
+        self.heads = T.alloc_shared([warpgroups, 64], "int32")
+        self.diagonals = T.alloc_shared([warpgroups, 64], "int32")  # last key under a causal mask
+        self.slopes = T.alloc_shared([warpgroups, 64], "float32") if problem.has("alibi") else None
+        self.sinks = T.alloc_shared([warpgroups, 64], "float32") if problem.has("sink") else None  # base 2
+
+    @T.inline
+    def fill(self, w, segment, seqlen_q, heads_per_kv, options):
+        """Set the rows of warpgroup w. Rows past the last repeat the last one; their results are not written."""
+        thread = T.get_thread_binding() % WARPGROUP
+        number = T.alloc_var("int32", init=0)
+        if thread < 64:
+            number = T.min(segment.first_row[0] + thread, seqlen_q * heads_per_kv - 1)
+            self.queries[w, thread] = T.truncdiv(number, heads_per_kv)
+            first_head = segment.field("kv_head") * heads_per_kv
+            self.heads[w, thread] = first_head + T.truncmod(number, heads_per_kv)
+            self.diagonals[w, thread] = segment.length[0] - seqlen_q + self.queries[w, thread]
+        sync_warpgroup(w)
+        if thread < 64:
+            if self.slopes is not None:
+                self.slopes[w, thread] = options.Slopes[segment.b[0], self.heads[w, thread]]
+            if self.sinks is not None:
+                self.sinks[w, thread] = options.Sink[self.heads[w, thread]] * LOG2E

@@ -1,0 +1,1 @@
+"""The forward: kernel.py is the algorithm."""

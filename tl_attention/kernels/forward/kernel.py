@@ -1,0 +1,394 @@
+"""FlashAttention forward for Hopper: O = softmax(scale * Q Kᵀ + mask) V and its log-sum-exp, in one pass over the keys.
+
+Dao 2023 (FlashAttention-2, alg. 1) in the schedule of Shah et al. 2024 (FlashAttention-3). One producer warp feeds rings of K and V
+tiles by TMA. Each consumer warpgroup owns 64 queries and keeps two products in flight: S = Q Kᵀ of one key block beside O += P V of
+the step before. Steps go from the last key block to the first; with near_first from the diagonal on, under a block mask as it lists them.
+"""
+
+import functools
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.config import query_tiles
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.config.part_configs import MAKERS
+from tl_attention.kernels.cuda import source
+from tl_attention.kernels.forward import assist_warp
+from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
+from tl_attention.kernels.forward.query_slots import QuerySlots
+from tl_attention.kernels.forward.results import results_of, store_code
+from tl_attention.kernels.forward.row_max import RowMax
+from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.scores.dropout import Dropout
+from tl_attention.kernels.scores.linear_bias import alloc_bias_columns, fill_bias_columns
+from tl_attention.kernels.scores.mask import LAST_BLOCK, Mask
+from tl_attention.kernels.scores.options import OptionArguments, Scores, option_arguments, prelude, sink_score
+from tl_attention.kernels.scores.softcap import PolynomialCap
+from tl_attention.kernels.scores.staged import alloc_staged
+from tl_attention.kernels.scores.traced_arguments import traced_arguments
+from tl_attention.kernels.seams import pipeline
+from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
+from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_kept
+from tl_attention.kernels.seams.roles import WARPGROUP, Roles
+from tl_attention.kernels.seams.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
+from tl_attention.kernels.seams.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
+from tl_attention.kernels.sources.block_lists import key_blocks
+from tl_attention.kernels.sources.pages import CachePages, page_arguments, paged_loads
+from tl_attention.kernels.sources.shared_tiles import PIECES, SharedPieces, stream_of
+from tl_attention.kernels.sources.tiles import FragmentBlocks, SharedTiles, input_arguments
+from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
+
+PASS_CONFIGS = pipeline.PASS_CONFIGS
+
+
+def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
+    """Forward kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, heads_per_kv, m_blocks, group_heads, ctas).
+
+    Args of the kernel:
+        Q, K, V, O: views [batch, seqlen, heads, columns] with at most as many columns as the problem's tile widths, and not empty, as
+            TMA takes no empty tensor. varlen: see tiles.PackedTiles.
+            fp32: K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; Q as in split_tile.py; O is fp32.
+        Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
+        Tickets: int32 [2], zeros before and after the kernel. With the schedule shared [ctas or more], see shared_tiles.py.
+        heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
+        With options: the fields of OptionArguments follow.
+    config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
+        combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
+        varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
+    option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
+    config.makes_parts: the fields of input_parts.InputArguments follow last. K and V hold the parts of the first heads before.
+    schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.of.
+    config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
+    """
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
+    hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
+    consumer_warps = 4 * config.warpgroups
+    two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
+    near_first = two_sides or (hold_max and problem.scores_stay_close)
+    may_hold_zero = PolynomialCap.serves(problem, config)
+    q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
+    parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
+    persistent, shares = config.schedule != "grid", config.schedule == "shared"
+    registers = pipeline.forward_registers(problem, config)
+    roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
+    two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
+    o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
+    turns = Turns(config.warpgroups, config.ping_pong)
+    first_row = functools.partial(query_tiles.first_row, problem, config)
+    skips = query_tiles.hides_steps(problem, config)
+    skips_last = query_tiles.hides_last_steps(problem, config)
+    counts_queries = skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3))
+
+    batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
+    columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
+    lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
+    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split=("q",))
+    results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
+    splits, o_view, lse_view = results.splits, results.O, results.Lse
+    O_in_Q = (
+        head_dim == head_dim_v and not results.from_registers
+    )  # O is stored through the tile of its queries
+    slots = QuerySlots(config, O_in_Q, first_row)
+    tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
+    pieces_view = FragmentBlocks.argument(T.dynamic("piece_blocks"), head_dim_v + 8) if shares else False
+    extra = option_arguments(problem)
+    inputs = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
+    paged = page_arguments(config.page_rows > 0)
+
+    def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
+        how = split, hold_max, near_first, shares
+        return key_blocks(problem, options, mask, tile, block_M, block_N, *how)
+
+    @T.macro
+    def load(tile, turn, first_step, blocks, tiles, shared, stream):
+        first_query = tiles.first_query(tile, block_M)
+        blocks.start(first_query)
+        if split:
+            blocks.keep_share(tile.split, splits)
+        if shares:
+            stream.keep_piece(blocks)
+        if makes_parts:
+            shared.inputs.wait(tile.batch, tile.kv_head)
+        tiles.load_k(shared.K, first_step, tile, blocks, 0)
+        slots.load(turn, tile, first_query, tiles, shared.Q)
+        if hold_max:
+            shared.overflows.begin(turn, stream.recomputes)
+        if persistent:
+            shared.tile_box.post(turn, tile, first_step, blocks)
+        if two_producers:
+            if persistent:
+                stream.draw_near_end(turn, 0, blocks.steps)
+            for step in assist_warp.steps_from(config, 1, blocks.steps):
+                if persistent:
+                    stream.draw_near_end(turn, step, blocks.steps)
+                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+        else:
+            for step in assist_warp.steps_from(config, 1, blocks.steps):
+                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+                tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
+                slots.load_late(step == 1, turn, tile, first_query, tiles, shared.Q)
+            slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, shared.Q)
+            if persistent:
+                stream.draw(turn)
+            last = blocks.steps - 1
+            tiles.load_v(shared.V, first_step + last, tile, blocks, last)
+
+    def assist(first_tile, ctas, order, tiles, shared, options):
+        """Function that the warps beside the producer run; None: they have no work."""
+        lengths = seqlen_q, seqlen_k
+        followed = assist_warp.Followed(
+            problem, config, lengths, splits, first_tile, order, tiles, shared, options
+        )
+        if two_producers:
+            return lambda: assist_warp.produce_values(followed)
+        if makes_parts:
+            return lambda: shared.inputs.make_share(first_tile, ctas)
+        return None
+
+    @T.macro
+    def produce(first_tile, order, ctas, tickets, tiles, shared, options):
+        tile = Tile(order)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = blocks_of(options, mask, tile)
+        if persistent:
+            stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k, blocks)
+            if shares:
+                stream.start()
+            turn = T.alloc_var("int32", init=0)
+            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
+            while stream.has_next:
+                stream.locate(turn, tile)
+                if tile.exists:
+                    load(tile, turn, first_step, blocks, tiles, shared, stream)
+                    stream.advance(turn)
+                    turn += 1
+                    first_step += blocks.steps
+                else:
+                    stream.skip_to(tile.group_end)
+                stream.find_overflow(turn)
+            slots.wait_until_read(turn, shared.Q)
+            shared.tile_box.close(turn)
+            stream.close()
+        else:
+            tile.locate(first_tile)
+            if tile.exists:
+                load(tile, 0, 0, blocks, tiles, shared, None)
+
+    @T.macro
+    def start_scores(w, q_step, step, shared, scores, acc_s, is_right=0):
+        """Issue S = Q Kᵀ of a key block, on top of the linear bias if there is one."""
+        shared.K.wait(step)
+        turns.wait(w)
+        scores.begin(acc_s, shared.bias_columns, is_right)
+        multiply(products, shared.Q.parts_of(q_step), shared.K.parts_of(step), acc_s, **q_kt)
+
+    @T.macro
+    def attend(
+        w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options
+    ):
+        acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
+        P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
+        P_parts = (P, *alloc_further_parts([64, block_N], parts))
+        acc_o = T.alloc_fragment([64, o_cols], "float32")
+        O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
+        # P V of one key block; without parts O itself
+        acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
+        output = OutputTiles(products, O_chunks, acc_pv[0])
+        lse = T.alloc_fragment([64], "float32")
+        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides)
+        dropout = Dropout(problem, options, block_N)
+        raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
+        scale_log2 = raw_scale if scores.raw else scores.scale_log2
+        sums_directly = head_dim == 64 and parts == 1
+        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, may_hold_zero, sums_directly)
+        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
+        row_max = RowMax(softmax, hold_max, polynomial, shared.overflows, recomputes)
+        query = tiles.first_query(tile, block_M) + first_row(w)
+        q_step = turn * config.warpgroups + w
+        softmax.reset()
+        scores.start(tile.batch, tile.head, scale_log2)
+        dropout.start()
+        scores.look_ahead(query, blocks)
+        first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
+        first.skip(w, shared.K, turns, first_step, blocks)
+        first_step = first.after(first_step)
+        last_ones = LastSteps(blocks.hidden_last_steps(query)) if skips_last else NoSteps()
+        last_ones.skip(blocks)
+        if counts_queries:
+            blocks.keep_queries(query)
+        slots.prepare(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
+
+        # S = Q Kᵀ and softmax of step 0
+        start_scores(w, q_step, first_step, shared, scores, acc_s)
+        turns.pass_on(w)
+        dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
+        scores.look_up(query, blocks, 0, LAST_BLOCK)
+        slots.free_previous(turn, q_step, shared.Q)
+        output.clear()
+        T.wait_wgmma(0)
+        shared.K.release(first_step)
+        slots.after_scores(blocks.steps == 1, q_step, shared.Q)
+        scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
+        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
+        row_max.after_first_step(w, acc_s, blocks.steps)
+        round_kept(acc_s, P_parts, dropout)
+
+        first.release_values(shared.V, first_step)
+
+        # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
+        for some in row_max.ranges(blocks):
+            # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
+            for i in T.serial(some.count):
+                step = some.steps.first + i
+                is_right = blocks.is_right(step) if two_sides and not some.steps.masked else 0
+                start_scores(w, q_step, first_step + step, shared, scores, acc_s, is_right)
+                shared.V.wait(first_step + step - 1)
+                output.start(P_parts, shared.V, first_step + step - 1)
+                turns.pass_on(w)
+                dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
+                scores.look_up(query, blocks, step, some.steps)
+                T.wait_wgmma(len(products))  # S is complete
+                shared.K.release(first_step + step)
+                slots.after_scores(step == blocks.steps - 1, q_step, shared.Q)
+                scores.transform(acc_s, query, blocks, step, some.steps, some.cap)
+                shift = scores.shift(blocks.diagonal(query, step), is_right)
+                softmax.update(acc_s, shift, some.update, some.at_zero)
+                output.finish(P_parts, shared.V, first_step + step - 1)  # O is complete, and P free
+                shared.V.release(first_step + step - 1)
+                round_kept(acc_s, P_parts, dropout)
+                if some.update:
+                    softmax.rescale(output.chunks)
+
+        # O += P V of the last step beside the row sums, O /= row sums
+        last = blocks.steps - 1
+        shared.V.wait(first_step + last)
+        output.start(P_parts, shared.V, first_step + last)
+        # Read again instead of held in registers, and before the box may be refilled
+        if persistent:
+            shared.tile_box.read_tile(turn, tile)
+        if shares:
+            blocks.read_partners(turn, shared.tile_box)
+        slots.after_steps(q_step, shared.Q)
+        row_max.check(turn)
+        softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
+        query = tiles.first_query(tile, block_M) + first_row(w)
+        if results.lse_is_final:
+            tiles.store_lse(lse, tile, query)
+        output.finish(P_parts, shared.V, first_step + last)
+        shared.V.release(first_step + last)
+        last_ones.release(w, shared.K, shared.V, turns, first_step + blocks.steps)
+        softmax.scale_rows(output.chunks)
+        for n in indices(output.chunks):
+            dropout.scale_kept(output.chunks[n])
+
+        row_max.wait_for_first_result()
+        results.store(w, q_step, tile, query, blocks, tiles, shared, slots, output.chunks, lse, lse_unit)
+
+    @T.macro
+    def attend_posted(w, turn, tile, blocks, tiles, shared, softmax_scale, lse_unit, options):
+        shared.tile_box.read_blocks(turn, blocks)
+        first_step = shared.tile_box.first_step(turn)
+        recomputes = shared.overflows.recomputes(turn) if hold_max else None
+        attend(w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options)
+
+    @T.macro
+    def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
+        tile = Tile(order)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = blocks_of(options, mask, tile)
+        turns.start(w)
+        fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
+        if persistent:
+            call = tile, blocks, tiles, shared, softmax_scale, lse_unit, options
+            shared.tile_box.each_posted(tile, lambda turn: attend_posted(w, turn, *call))
+        else:
+            tile.locate(first_tile)
+            if tile.exists:
+                blocks.start(tiles.first_query(tile, block_M))
+                if split:
+                    blocks.keep_share(tile.split, splits)
+                attend(w, tile, 0, 0, blocks, tiles, shared, None, softmax_scale, lse_unit, options)
+        wait_for_stores()
+
+    @T.prim_func
+    def flash_fwd_kernel(
+        Q: q_view,
+        K: k_view,
+        V: v_view,
+        O: o_view,
+        Lse: lse_view,
+        Tickets: tickets_view,
+        softmax_scale: T.float32,
+        lse_unit: T.float32,
+        heads_per_kv: T.int32,
+        m_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+        left: extra.left,
+        right: extra.right,
+        softcap: extra.softcap,
+        Slopes: extra.Slopes,
+        Sink: extra.Sink,
+        Rng: extra.Rng,
+        drop_below: extra.drop_below,
+        Table: extra.Table,
+        PageTable: paged.Table,
+        page_size: paged.page_size,
+        num_pages: paged.num_pages,
+        page_stride_k: paged.stride_k,
+        page_stride_v: paged.stride_v,
+        Pieces: pieces_view,
+        whole: T.int32 if shares else False,
+        sharers: T.int32 if shares else False,
+        tile_cost: T.int32 if shares and problem.causal else False,
+        K_input: inputs.first,
+        V_input: inputs.second,
+        Progress: inputs.Progress,
+        tiles_ahead: inputs.tiles_ahead,
+    ):
+        traced = traced_arguments(problem, hold_max)
+        more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
+        more_code += source("any_of_warpgroup") if may_hold_zero else ""
+        more_code += store_code(head_dim_v, results.from_registers) + (
+            source("split_tile") if parts > 1 else ""
+        )
+        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
+            pairs, stages = ((K_input, K), (V_input, V)), config.part_stages
+            makers = InputParts(problem, *pairs, Progress, stages, tiles_ahead) if makes_parts else None
+            shared = SharedTiles(
+                Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, split=True),
+                K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
+                V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
+                O=None
+                if O_in_Q or results.from_registers
+                else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
+                tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
+                bias_columns=alloc_bias_columns(problem, block_N, two_sides),
+                overflows=Overflows(consumer_warps) if hold_max else None,
+                staged=alloc_staged(problem, consumer_warps, block_N),
+                pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
+                if shares
+                else None,
+                inputs=makers,
+            )
+            options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
+            counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
+            # Sliding windows are usually causal, so their tiles are scheduled like causal ones
+            longest_first = (problem.is_uneven or problem.has("window")) and not shares
+            all_heads, table = (heads, Table) if varlen else (heads * batch, None)
+            order = TileOrder.of_queries(
+                counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M
+            )
+            pages = CachePages(PageTable, page_size, num_pages, page_stride_k, page_stride_v)
+            loads = paged_loads(problem, config, K, V, pages)
+            tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
+            roles.run(
+                lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
+                lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
+                assist(first_tile, ctas, order, tiles, shared, options),
+                assist_warps=MAKERS if makes_parts else 1,
+            )
+
+    return flash_fwd_kernel

@@ -1,0 +1,1 @@
+"""What changes or hides a score: softcap, ALiBi, functions of the user, masks, dropout."""

@@ -1,0 +1,384 @@
+"""Options of attention inside the kernels: softcap, ALiBi, sink, and the arguments that carry their values.
+
+A kernel contains code only for the options that its problem names. Their values are launch arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.cuda import source
+from tl_attention.kernels.scores.linear_bias import LinearBias
+from tl_attention.kernels.scores.program_code import program_code
+from tl_attention.kernels.scores.staged import StagedTiles
+from tl_attention.kernels.scores.traced import Traced
+from tl_attention.kernels.scores.traced_arguments import TracedArguments
+from tl_attention.kernels.seams.roles import Roles
+from tl_attention.kernels.seams.softmax import LOG2E
+from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.program import LISTED_ROWS
+
+
+@dataclass(frozen=True)
+class OptionArguments:
+    """Arguments of a kernel with options. Those of options that the problem lacks are not read."""
+
+    left: Any  # window: keys left of the diagonal
+    right: Any  # window: keys right of it
+    softcap: Any
+    Slopes: Any  # ALiBi: [batch, heads] fp32
+    Sink: Any  # [heads] fp32
+    Rng: Any  # int64 [2]: seed, offset
+    drop_below: Any  # an element is dropped if its random byte, 0 to 255, is below this
+    Table: Any  # varlen: scheduler.TileOrder's table; placed: options.Options.place
+    traced: TracedArguments | None = None  # of the problem's program
+
+    @property
+    def window(self) -> tuple[Any, Any]:
+        return self.left, self.right
+
+
+def option_arguments(problem: AttnProblem) -> OptionArguments:
+    """Types of OptionArguments; False, for which TileLang makes no argument, if the problem has no options.
+
+    The tensor of an option that is off may be any tensor of the same rank.
+    """
+    if not problem.options:
+        return OptionArguments(False, False, False, False, False, False, False, False)
+    sizes = T.dynamic("slopes_batch, slopes_heads, sink_heads, rng_numbers, table_entries")
+    slopes_batch, slopes_heads, sink_heads, rng_numbers, table_entries = sizes
+    return OptionArguments(
+        left=T.int32,
+        right=T.int32,
+        softcap=T.float32,
+        Slopes=T.StridedTensor([slopes_batch, slopes_heads], [T.dynamic("slopes_stride"), 1], "float32"),
+        Sink=T.Tensor([sink_heads], "float32"),
+        Rng=T.Tensor([rng_numbers], "int64"),
+        drop_below=T.int32,
+        Table=T.Tensor([table_entries, 8], "int32"),
+    )
+
+
+def sink_score(problem: AttnProblem, options: OptionArguments | None, tile: Any, split: bool) -> Any:
+    """Sink score of the tile's head; of the CTAs that split a tile only one gets it. None without a sink."""
+    if not problem.has("sink"):
+        return None
+    sink = options.Sink[tile.head]
+    return T.if_then_else(tile.split == 0, sink, -T.infinity("float32")) if split else sink
+
+
+def prelude(problem: AttnProblem, roles: Roles, more: str = "") -> str | None:
+    """CUDA that a kernel needs beside its own, with `more` at its end; None for nothing."""
+    philox = source("philox") if problem.has("dropout") else ""
+    tanh = source("tanh") if problem.has("softcap") and problem.is_fp32 else ""
+    zero = source("zero") if problem.parts > 1 else ""
+    program = "" if problem.program is None else program_code(problem.program, accurate=problem.is_fp32)
+    return (roles.prelude or "") + philox + tanh + zero + program + more or None
+
+
+@T.meta_class
+class Scores:
+    """Transformation of raw scores Q Kᵀ into scores for the softmax, and their factor in exponents of base 2.
+
+    softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
+    by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
+    sums_pairs: of Traced.
+    """
+
+    def __init__(
+        self,
+        problem: AttnProblem,
+        options: OptionArguments | None,
+        softmax_scale: Any,
+        cols: int | None = None,
+        rows_are_keys: bool = False,
+        staged: StagedTiles | None = None,
+        two_sides: bool = False,
+        hides_raw: bool = False,
+        by_element: bool = False,
+        sums_pairs: bool = False,
+        name: str = "scores",
+    ):
+        # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
+        self.hides_raw = hides_raw
+        self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
+        self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
+        self.options, self.softmax_scale = options, softmax_scale
+        is_linear = two_sides or (problem.bias_is_linear and not by_element)
+        self.linear = LinearBias(rows_are_keys, name="linear_bias") if is_linear else None
+        self.biased = problem.has("alibi") and self.linear is None
+        self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
+        self.traced, self.changed, program = None, problem.changes_scores, problem.program
+        self.learns_dS = problem.learns_dS and not problem.sends_dS
+        self.sums_dS = problem.learns_dS and not program.stored
+        self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
+        # A step has all columns of a block with bits
+        self.has_whole_bits = self.has_bits and cols == LISTED_ROWS
+        self.has_diagonals = problem.has_diagonals
+        # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
+        self.hides_at_once = self.changed and program.hides and not program.listed
+        if program is not None:
+            sizes = cols, rows_are_keys, staged, sums_pairs
+            self.traced = Traced(problem, options.traced, softmax_scale, *sizes, name="traced")
+
+    @property
+    def raw(self) -> bool:
+        """True if the softmax gets raw scores and applies the scale in its exponents."""
+        return not (self.capped or self.biased or self.changed)
+
+    @property
+    def scale_log2(self) -> Any:
+        """Factor of scores that are not raw in exponents of base 2."""
+        constant = self.biased or self.changed
+        return T.float32(LOG2E) if constant else self.options.softcap * LOG2E
+
+    def not_too_small(self, raw_scale: Any) -> Any:
+        """Scale of raw scores, kept away from 0 so that slopes can be divided by it; scores are negligible before it is reached."""
+        if self.linear is None:
+            return raw_scale
+        least = T.if_then_else(raw_scale < 0, -(2.0**-40), 2.0**-40)
+        return T.if_then_else(T.abs(raw_scale) < 2.0**-40, least, raw_scale)
+
+    @T.inline
+    def start(self, batch, head, scale_log2):
+        """Read the slope of a head."""
+        if self.linear is not None:
+            self.linear.start(self.options.Slopes[batch, head] * LOG2E / scale_log2)
+        if self.biased:
+            self.alibi_slope[0] = self.options.Slopes[batch, head]
+        if self.traced is not None:
+            self.traced.start(batch, head)
+
+    @T.inline
+    def begin(self, acc_s, columns, is_right=0):
+        """Set acc_s to the linear bias, which Q Kᵀ is then added to. is_right: of KeyBlocks."""
+        if self.linear is not None:
+            self.linear.multiply(columns[is_right, :, :] if self.two_sides else columns, acc_s)
+
+    def shift(self, diagonal: Any, is_right: Any = 0) -> Any:
+        """Constant to add to all scores of a tile after begin(); None without a linear bias."""
+        return None if self.linear is None else self.linear.shift(diagonal, is_right)
+
+    @T.inline
+    def transform(self, acc_s, query, blocks, step, steps, polynomial=None):
+        """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks.
+
+        polynomial: PolynomialCap that replaces the softcap; scores are in base 2 then.
+        """
+        if polynomial is None:
+            self.cap(acc_s)
+        else:
+            polynomial.apply(acc_s)
+        self.bias(acc_s, blocks.diagonal(query, step))
+        if self.two_sides and steps.masked:
+            self.linear.fold(acc_s, blocks.diagonal(query, step))
+        if self.traced is not None:
+            self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
+            self.traced.apply(acc_s)
+            if steps.masked or not blocks.listed:
+                may_hide = not steps.is_last_block or blocks.may_hide(step)
+                self.traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
+        if not blocks.listed:
+            blocks.hide(acc_s, query, step, steps)
+
+    @T.inline
+    def look_ahead(self, query, blocks):
+        """Begin to read what a program needs in step 0 of the forward."""
+        if blocks.listed:
+            blocks.read_ahead(0)
+        if self.has_diagonals or (self.traced is not None and self.traced.is_staged):
+            self.prefetch(query, blocks, 0)
+
+    @T.inline
+    def look_up(self, query, blocks, step, steps):
+        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
+        if blocks.listed and (self.traced.needs_key or (steps.masked and not self.has_whole_bits)):
+            blocks.find(step)
+        if self.has_bits and steps.masked:
+            if blocks.is_ahead(steps):
+                self.traced.fetch_bits(blocks.place_ahead[0], query, blocks.key_at(step))
+                blocks.read_ahead(blocks.next_partial(step, steps))
+            else:
+                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+        if self.fetches or self.has_diagonals:
+            self.fetch(query, blocks, step)
+
+    @T.inline
+    def cap(self, acc_s):
+        """Replace scores s by tanh(s scale / c)."""
+        # The exponential unit also computes tanh. Computing every fourth exponential by a polynomial took longer: 632 us against 626 at
+        # d128, 847 against 786 at d256 (H200, 2026-11-21)
+        if self.capped:
+            rows, cols = acc_s.shape
+            for i, j in T.Parallel(rows, cols):
+                acc_s[i, j] = self.tanh(acc_s[i, j])
+
+    def tanh(self, score: Any) -> Any:
+        """tanh(s scale / c) of a score s."""
+        if self.is_fp32:
+            factor = T.call_extern("float32", "__fdiv_rn", self.softmax_scale, self.options.softcap)
+            return T.call_extern("float32", "tl_attention_tanh", score * factor)
+        return T.tanh(score * (self.softmax_scale / self.options.softcap))
+
+    def biased_score(self, score: Any, i: Any, j: Any, diagonal: Any) -> Any:
+        """Score after cap(), or a raw score, minus the bias. diagonal: column that the diagonal of the tile's first query crosses.
+
+        Only in the first 8 columns, of which a thread has 2 per row, is an int converted to a float. Other columns are computed from
+        these by an addition, which takes a quarter of the time.
+        """
+        if not self.biased:
+            return score
+        factor = self.options.softcap if self.capped else self.softmax_scale
+        first = T.cast(diagonal + (j % 8 - i if self.rows_are_keys else i - j % 8), "float32")
+        from_first = T.cast((1 if self.rows_are_keys else -1) * (j // 8 * 8), "float32")
+        return score * factor - (
+            # A key right of the diagonal is masked, whatever its score
+            self.alibi_slope[0] * first + self.alibi_slope[0] * from_first
+            if self.causal
+            else self.alibi_slope[0] * T.abs(first + from_first)
+        )
+
+    @T.inline
+    def bias(self, acc_s, diagonal):
+        """Apply softmax_scale and subtract ALiBi, where it is not linear."""
+        if self.biased:
+            rows, cols = acc_s.shape
+            for i, j in T.Parallel(rows, cols):
+                acc_s[i, j] = self.biased_score(acc_s[i, j], i, j, diagonal)
+
+    @T.inline
+    def locate(self, query, blocks, step):
+        """Set the position of the tile [queries, keys] at a step of key blocks for a program, and fetch what it needs."""
+        if self.traced is not None:
+            if self.has_bits:
+                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+            self.fetch(query, blocks, step)
+
+    @T.inline
+    def fetch(self, query, blocks, step):
+        """Set the position of the tile at a step, and fetch what a program needs, except bits."""
+        self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
+        if self.has_diagonals:
+            self.traced.keep_diagonals()
+        self.traced.fetch()
+        if self.has_diagonals or self.traced.is_staged:
+            self.prefetch(query, blocks, step + 1)
+
+    @T.inline
+    def prefetch(self, query, blocks, step):
+        """Prefetch what a program needs at a step of key blocks; past the last step the result is not used."""
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(self.traced.head[0], query, blocks.first_key(step), True)
+        if self.traced.is_staged:
+            self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
+
+    @T.inline
+    def start_transposed(self, mask, blocks):
+        """Fetch what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
+        if self.has_bits:
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query, self.hides_raw)
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(blocks.head, blocks.query, mask.key, True)
+            self.traced.keep_diagonals(self.hides_raw)
+        if self.fetches:
+            if self.traced.is_staged:
+                self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
+
+    @T.inline
+    def advance(self, mask, blocks):
+        """Go to the next step of query blocks, and fetch its bits early."""
+        if self.has_diagonals:
+            self.traced.keep_diagonals(self.hides_raw)
+        blocks.advance()
+        if self.has_bits:
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query, self.hides_raw)
+
+    @T.inline
+    def learn_dS(self, dS, blocks, adds):
+        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed().
+
+        adds: False if add_learned() follows, when GEMMs have been issued.
+        """
+        if self.learns_dS:
+            self.traced.learn_dS(dS, blocks.mask.seqlen_q, blocks.mask.seqlen_k)
+            if adds and self.sums_dS:
+                self.traced.add_diagonals()
+
+    @T.inline
+    def add_learned(self, blocks):
+        """Add the sums of learn_dS() to the gradient; before advance()."""
+        if self.sums_dS:
+            self.traced.add_diagonals(blocks.head)
+
+    @T.inline
+    def locate_transposed(self, key, blocks, step):
+        """Set the position of the tile [keys, queries] at a step of query blocks for a program, and fetch what it needs."""
+        if self.traced is not None:
+            self.traced.locate(blocks.query, key, blocks.how)
+            self.traced.fetch()
+            if self.traced.is_staged:
+                self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
+
+    @T.inline
+    def fetch_next(self, mask, blocks, step):
+        """Compute the values of the diagonals of the next step, which advance() stores; no registers are free before dS' is complete."""
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(
+                blocks.next_head, blocks.next_query, mask.key, step + 1 < blocks.steps
+            )
+
+    @T.inline
+    def clear(self, acc_s, blocks, query, step):
+        """Set probabilities [queries, keys] of hidden elements to 0; after locate()."""
+        if self.traced is not None and not self.hides_at_once:
+            self.traced.hide_step(acc_s, 0.0, blocks, blocks.may_hide(step))
+        if not blocks.listed:
+            blocks.mask.clear(acc_s, query, blocks.first_key(step))
+
+    @T.inline
+    def clear_transposed(self, acc_s, P_for_dv, mask, blocks):
+        """Set probabilities [keys, queries] of hidden elements to 0; after locate_transposed(). P_for_dv: further ones, or None."""
+        if self.traced is not None and not self.hides_at_once:
+            self.traced.hide_step(acc_s, 0.0, blocks, blocks.may_hide)
+            if P_for_dv is not None:
+                self.traced.hide_step(P_for_dv, 0.0, blocks, blocks.may_hide)
+        if not blocks.listed:
+            mask.clear(acc_s, blocks.query)
+
+    @T.inline
+    def hide_transposed(self, acc_s, mask, blocks, softmax_scale):
+        """Set scores [keys, queries] of hidden elements to the infinity that becomes -inf in exponent(); after locate_transposed()."""
+        scale = softmax_scale if self.raw or self.changed else 1.0
+        if not blocks.listed:
+            mask.hide(acc_s, blocks.query, scale)
+        else:
+            if blocks.may_hide:
+                hidden = T.if_then_else(scale < 0, T.infinity("float32"), -T.infinity("float32"))
+                self.traced.hide(acc_s, hidden, blocks.stop_key)
+
+    @T.inline
+    def prepare(self, acc_s, diagonal):
+        """Apply what exponent() expects to be applied before; in the backward."""
+        self.cap(acc_s)
+        if not self.capped:  # with a softcap the bias is applied later: sloped() needs scores after cap()
+            self.bias(acc_s, diagonal)
+
+    def exponent(self, score: Any, i: Any, j: Any, diagonal: Any, scale_log2: Any, lse_log2: Any) -> Any:
+        """Exponent of base 2 of the probability of a score."""
+        if self.changed:
+            exponent = self.traced.score(score, i, j) * scale_log2 - lse_log2
+            if not self.hides_at_once:
+                return exponent
+            return T.if_then_else(self.traced.sees(i, j), exponent, -T.infinity("float32"))
+        if self.linear is not None:
+            lse_log2 = lse_log2 - self.linear.shift(diagonal) * scale_log2
+        return (self.biased_score(score, i, j, diagonal) if self.capped else score) * scale_log2 - lse_log2
+
+    def sloped(self, P: Any, score: Any, i: Any, j: Any) -> Any:
+        """Probability times the derivative of its score: of the program, or of the cap, 1 - tanh², 0 for an infinite score."""
+        if self.traced is not None:
+            return self.traced.sloped(P, score, i, j)
+        return P * T.call_extern("float32", "__saturatef", 1.0 - score * score)

@@ -1,0 +1,493 @@
+"""AttnProblem, the static part of a call, and the tables that map calls to problems: dtypes, tile widths, length buckets.
+
+A kernel is compiled once per pair of a problem and a kernel config (kernel_configs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tl_attention.problem.program import Program
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type of inputs and outputs; for fp32 together with the precision of products."""
+
+    name: str  # as in torch and in TileLang; fp32: float32 and the precision
+    short: str  # in a tuning key
+    bytes: int  # per element of a Q, K or V tile, all parts of it
+    # fp32: number of bf16 parts whose sum is an element, and which the tensor cores multiply; 0 for other dtypes
+    parts: int = 0
+
+
+# Precision of fp32, as named by torch.set_float32_matmul_precision -> parts per element. With one part the bf16 kernels serve
+PRECISIONS = {"highest": 3, "high": 2, "medium": 1}
+# Number of parts -> products (part of the left factor, part of the right one) that exceed the rounding error of the result, smallest
+# first, so that they are added while the sum is small
+PRODUCTS = {
+    1: ((0, 0),),
+    2: ((1, 0), (0, 1), (0, 0)),
+    3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+}
+HALF_DTYPES = {dtype.name: dtype for dtype in (DType("bfloat16", "bf16", 2), DType("float16", "fp16", 2))}
+FP32_DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        DType(f"float32-{word}", f"fp32-{word}", 2 * n, n) for word, n in PRECISIONS.items() if n > 1
+    )
+}
+DTYPES = HALF_DTYPES | FP32_DTYPES
+# The first dtype: tuned by default, and used in the key of kernels that serve every dtype
+DEFAULT_DTYPE = next(iter(DTYPES))
+# Operands of kernels, see AttnProblem.dtype_of
+OPERANDS = ("q", "k", "v", "o", "p", "do", "ds", "dq", "dk", "dv")
+FP32_OPERANDS = ("o", "dq", "dk", "dv")  # operands that are fp32 in fp32 kernels
+
+# Tile widths (head_dim, head_dim_v) of the forward kernels, least work first. A problem runs at the first width that is large enough:
+# TMA fills the missing columns of a tile with zeros on load and drops them on store.
+TILE_WIDTHS = (
+    (64, 64),
+    (96, 64),
+    (96, 96),
+    (128, 64),
+    (128, 128),
+    (192, 128),
+    (192, 192),
+    (256, 128),
+    (256, 256),
+)
+MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
+# Widths of fp32. The backward of three parts has none above 128: 64 rows of three parts of two tensors of 256 columns fill shared memory
+FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
+FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of parts
+# Widths of the backward, which compiles more kernels per problem
+BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+# One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time
+BIAS_WIDTH = 32
+# fp32 backwards of wider heads have no shared memory for values of functions, see program.Program.by_score
+BY_SCORE_WIDTH = 128
+# Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
+DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
+# Widths of forward mode, whose consumers hold two outputs in registers
+JVP_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128))
+MAX_JVP_HEAD_DIM = JVP_TILE_WIDTHS[-1][0]
+
+# The last seqlen_k of each length bucket; the last bucket is open-ended
+BUCKET_ENDS = (1024, 4096)
+BUCKETS = ("1k", "4k", "long")
+# One more bucket of the forward: problems with so few tiles that several CTAs split the keys of a tile
+SPLIT_BUCKET = "split"
+# Another: at most SHORT_ROWS queries and keys, which leave most of a tile of 128 or 192 queries empty
+SHORT_BUCKET, SHORT_ROWS = "short", 64
+# Another: numbers of queries that leave a third of the rows of tiles of 192 empty, and few of tiles of 128; with at most 1024 keys
+ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
+# Another: problems with few tiles per SM, where it saves time if CTAs share tiles by their keys, see launch.splits.fwd_bucket
+FEW_BUCKET = "few"
+# Another, without tuned rows: windows of more than WIDE_WINDOW keys, in more keys than the bucket 1k has
+WIDE_BUCKET, WIDE_WINDOW = "wide", 128
+# One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
+SHARED_BUCKET = "shared"
+# Further buckets of the other backwards, one per length bucket: query heads that share key heads
+SHARED_BUCKETS = {length: f"{length}-shared" for length in BUCKETS}
+# One of the backward: all keys of a head are in one tile, which so has a whole dq
+TILE_BUCKET, TILE_KEYS = "tile", 128
+# The same with a larger tile, which d64 has
+WIDE_TILE_BUCKET, WIDE_TILE_KEYS = "tile192", 192
+# Bucket -> buckets whose rows serve it where it has none, in this order
+STAND_INS = {
+    "1k": ("4k", "long"),
+    "4k": ("1k", "long"),
+    "long": ("4k", "1k"),
+    SPLIT_BUCKET: (),
+    SHORT_BUCKET: BUCKETS,
+    ROWS_BUCKET: BUCKETS,
+    FEW_BUCKET: (),
+    SHARED_BUCKET: ("4k", "long", "1k"),
+    SHARED_BUCKETS["1k"]: BUCKETS,
+    SHARED_BUCKETS["4k"]: ("4k", "long", "1k"),
+    SHARED_BUCKETS["long"]: ("long", "4k", "1k"),
+    TILE_BUCKET: BUCKETS,
+    WIDE_TILE_BUCKET: BUCKETS,
+}
+MAX_SPLITS = 128  # CTAs per tile
+
+TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows
+FAR = 2**30  # rows; larger than any length, see sources.tiles.packed
+
+# Variants of plain attention, in this order. Which options are on is compiled in; their values are runtime arguments.
+#   window   a query sees only keys near its diagonal
+#   softcap  softcap * tanh(score / softcap)
+#   alibi    score - slope * |distance|
+#   sink     one extra logit per head in the softmax denominator
+#   dropout  probabilities become 0 at random
+#   varlen   packed sequences of different lengths
+OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
+# Variants for calls on parts of a sequence, listed after the options. The configs of the problem without them serve
+#   placed   positions of the first query and key in their sequences are runtime values; always with window, never with varlen
+#   added    the forward merges its result into that of other keys, which is in memory in fp32
+#   partial  the backward stores its gradients, to which those of other calls are added, in fp32; not with fp32 inputs
+PART_OPTIONS = ("placed", "added", "partial")
+DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
+
+# bwd_det: a backward whose gradients are equal bit by bit from run to run
+DIRECTIONS = ("fwd", "bwd", "bwd_det")
+DECODE = "decode"  # one more pass: a few queries against a cache; not tuned
+JVP = "jvp"  # one more pass: forward mode, the forward with its derivative along a direction; not tuned
+
+
+@dataclass(frozen=True)
+class AttnProblem:
+    """The static part of a call. Batch, heads, lengths, strides and scale are runtime arguments of the kernel.
+
+    head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
+    options: a subset of OPTIONS and PART_OPTIONS, in their order. A windowed problem is never causal: a right bound of 0 is.
+    program: score_mod and mask_mod; not together with causal or options.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    options: tuple[str, ...] = ()
+    program: Program | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dtype: str,
+        head_dim: int,
+        head_dim_v: int,
+        causal: bool,
+        direction: str = "fwd",
+        options: tuple[str, ...] = (),
+        program: Program | None = None,
+    ) -> AttnProblem:
+        """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
+        found = cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
+        if direction == "bwd" and max(head_dim, head_dim_v) <= BIAS_WIDTH and found.learns_bias:
+            return replace(found, head_dim=BIAS_WIDTH, head_dim_v=BIAS_WIDTH)
+        if program is not None and found.is_fp32 and direction != "fwd" and found.head_dim > BY_SCORE_WIDTH:
+            return replace(found, program=replace(program, by_score=True))
+        return found
+
+    def helper_problem(self, width: int) -> AttnProblem:
+        """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and varlen; for fp32 not on the precision."""
+        dtype = next(iter(FP32_DTYPES)) if self.is_fp32 else self.dtype
+        return AttnProblem(dtype, width, width, False, ("varlen",) if self.has("varlen") else ())
+
+    def sum_problem(self, width: int) -> AttnProblem:
+        """Key of the kernel that sums gradients: helper_problem(); that of fp32 where these are stored in fp32."""
+        helper = self.helper_problem(width)
+        return replace(helper, dtype=next(iter(FP32_DTYPES))) if self.has("partial") else helper
+
+    def has(self, option: str) -> bool:
+        return option in self.options
+
+    @property
+    def is_fp32(self) -> bool:
+        """True for fp32, whose Q, K and V kernels get as bf16 parts, side by side in the columns of a tensor."""
+        return self.dtype in FP32_DTYPES
+
+    @property
+    def parts(self) -> int:
+        """Parts per element of Q, K, V and P."""
+        return max(DTYPES[self.dtype].parts, 1)
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """The products of parts that make one product of tiles: (part of the left tile, part of the right one)."""
+        return PRODUCTS[self.parts]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element of Q, K and V in shared memory."""
+        return DTYPES[self.dtype].bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes per element of O and of the gradients."""
+        return 4 if self.is_fp32 else self.element_bytes
+
+    def dtype_of(self, operand: str) -> str:
+        """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 if the tensor cores multiply it."""
+        assert operand in OPERANDS, f"{operand=}"
+        if (operand == "o" and self.has("added")) or (operand == "dq" and self.has("partial")):
+            return "float32"
+        if not self.is_fp32:
+            return self.dtype
+        return "float32" if operand in FP32_OPERANDS else "bfloat16"
+
+    @property
+    def bias_is_linear(self) -> bool:
+        """True where the ALiBi bias is linear in the key: a causal mask hides the keys past the diagonal.
+
+        Not for fp32: products that are added to a larger bias are rounded to its last digit.
+        """
+        return self.has("alibi") and self.causal and not self.has("softcap") and not self.is_fp32
+
+    @property
+    def bias_has_two_sides(self) -> bool:
+        """True where the ALiBi bias is linear in the key on each side of the diagonal, and a forward computes it so: without a mask."""
+        others = {*self.options} - {"alibi", "sink", "varlen"}
+        return self.has("alibi") and not self.causal and not others and not self.is_fp32
+
+    @property
+    def can_share(self) -> bool:
+        """True for a forward whose CTAs can share tiles by their keys without a kernel after it: the schedule shared."""
+        return not self.options and self.program is None and not self.is_fp32
+
+    @property
+    def profits_from_held_max(self) -> bool:
+        """True if P has the range for FwdConfig.hold_max, and the first key blocks predict the row max.
+
+        Tiles start at the last keys. With ALiBi and no mask scores grow from there to the query's own key, so a held row max overflows in
+        most tiles, which then run twice, unless the blocks near the diagonal come first: mask.NearFirstKeyBlocks.
+        """
+        grows = self.has("alibi") and not (self.causal or self.has("window") or self.bias_has_two_sides)
+        return self.dtype_of("p") == "bfloat16" and not grows
+
+    @property
+    def is_sloped(self) -> bool:
+        """True if the derivative of the score with respect to the raw score is not the constant scale: with a softcap or a score_mod."""
+        return self.has("softcap") or (self.program is not None and self.program.slope is not None)
+
+    @property
+    def learns(self) -> bool:
+        """True if captured tensors of the program get gradients."""
+        return self.program is not None and bool(self.program.gradients)
+
+    @property
+    def learns_dS(self) -> bool:
+        """True if the gradient of a captured tensor is dS as a pass by keys has it, in bf16 or in fp32, so that it can store it."""
+        if not self.learns or not self.is_fp32:
+            return self.learns and self.program.learns_bf16_dS and self.dtype == "bfloat16"
+        return self.program.learns_dS
+
+    @property
+    def stores_dS(self) -> bool:
+        """True if a pass by keys stores dS as the gradient of a captured tensor; else it adds its diagonals, if the problem learns_dS."""
+        return self.learns_dS and bool(self.program.stored)
+
+    @property
+    def sends_dS(self) -> bool:
+        """True if it stores dS by TMA. Wider heads have no registers for the position: d128 spills 32 bytes (nvcc 13.0.88). Nor has a pass
+        with a block mask. In fp32 shared memory has parts of dS.
+        """
+        is_whole = self.stores_dS and not self.is_fp32
+        return is_whole and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
+
+    @property
+    def learns_bias(self) -> bool:
+        """True for a dense bias alone whose gradient is dS in bf16."""
+        return self.stores_dS and not self.is_fp32 and self.program.is_bias
+
+    @property
+    def changes_scores(self) -> bool:
+        """True if a score_mod changes scores."""
+        return self.program is not None and self.program.score is not None
+
+    @property
+    def fetches(self) -> bool:
+        """True if a tile of scores needs tiles of captured tensors."""
+        return self.program is not None and bool(self.program.dense_loads)
+
+    @property
+    def stages(self) -> bool:
+        """True if tiles of captured tensors are prefetched to shared memory."""
+        return self.fetches and self.head_dim <= TILE_WIDTHS[0][0] and self.program.is_staged
+
+    @property
+    def has_diagonals(self) -> bool:
+        """True where values of a program are computed once per diagonal of a tile."""
+        return self.program is not None and bool(self.program.diagonals)
+
+    @property
+    def is_diagonal_bias(self) -> bool:
+        """True for a score_mod alone that only adds a value per diagonal, as a relative bias does, whose gradient, if learned, sums dS."""
+        return (
+            self.changes_scores
+            and self.program.adds_diagonal
+            and (self.learns_dS or not self.learns)
+            and not self.program.hides
+        )
+
+    @property
+    def is_mask_of_bits(self) -> bool:
+        """True for a block mask as bits, without a score_mod."""
+        return self.has_bits and not self.changes_scores
+
+    @property
+    def is_band(self) -> bool:
+        """True for a mask of bits that shows a range of distances."""
+        return self.is_mask_of_bits and self.program.band
+
+    @property
+    def compiled_as(self) -> AttnProblem:
+        """The problem that kernels are compiled for. Whether a mask is a band decides on their config alone."""
+        return replace(self, program=replace(self.program, band=False)) if self.is_band else self
+
+    def diagonal_bytes(self, columns: int) -> int:
+        """Shared memory of a warp for these values of 16 rows of `columns` scores."""
+        return sum(self.program.diagonal_bytes(columns)) if self.has_diagonals else 0
+
+    def staged_bytes(self, columns: int, rows_are_keys: bool = False) -> list[int]:
+        """Bytes of shared memory of a warp for the tiles that it prefetches for 16 rows of `columns` scores."""
+        rows, cols = (columns, 16) if rows_are_keys else (16, columns)
+        return self.program.staged_bytes(rows, cols, rows_are_keys) if self.stages else []
+
+    @property
+    def is_only_capped(self) -> bool:
+        """True if a softcap changes scores, and nothing else does; not in fp32, whose tanh has to be accurate."""
+        return self.has("softcap") and not (self.has("alibi") or self.program is not None or self.is_fp32)
+
+    @property
+    def scores_stay_close(self) -> bool:
+        """True for a score_mod that hides no keys, and whose scores do not grow with the position of a key, but by captured values."""
+        program = self.program
+        if not self.changes_scores or program.hides or self.fetches:
+            return False
+        return not (program.grows_with_positions or program.chooses_scores)
+
+    @property
+    def is_plain_causal(self) -> bool:
+        """True if a causal mask alone hides scores."""
+        return self.causal and not self.has("window") and self.program is None
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if tiles have different numbers of steps because of a causal or a block mask."""
+        return self.causal or self.is_listed
+
+    @property
+    def is_listed(self) -> bool:
+        """True if a block mask lists the blocks to compute."""
+        return self.program is not None and self.program.listed
+
+    @property
+    def has_bits(self) -> bool:
+        """True if the mask of a program is given as a bit per element."""
+        return self.program is not None and self.program.bits
+
+    @property
+    def served_as(self) -> AttnProblem:
+        """The problem whose configs serve this one: of PART_OPTIONS it has `placed` alone, which some configs do not take.
+
+        `placed` takes registers that the config for dropout does not have to spare: such a problem gets the config for dropout and softcap.
+        """
+        names = (*self.options, "softcap") if self.has("placed") and self.has("dropout") else self.options
+        return replace(self, options=tuple(name for name in (*OPTIONS, "placed") if name in names))
+
+    @property
+    def plain(self) -> AttnProblem:
+        """The same problem without options, for its tuned rows and defaults. A window counts as causal."""
+        return AttnProblem(self.dtype, self.head_dim, self.head_dim_v, self.causal or self.has("window"))
+
+    @property
+    def width(self) -> str:
+        """d128, d192-128"""
+        if self.head_dim == self.head_dim_v:
+            return f"d{self.head_dim}"
+        return f"d{self.head_dim}-{self.head_dim_v}"
+
+    @property
+    def tile_class(self) -> str:
+        """Name of a class of problems that share tiles in the grid: d128 for bf16 and fp16, fp32-high d128."""
+        return f"{DTYPES[self.dtype].short} {self.width}" if self.is_fp32 else self.width
+
+    @property
+    def mask(self) -> str:
+        """causal or full"""
+        return "causal" if self.causal else "full"
+
+    def __str__(self) -> str:
+        """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full, bf16 d64 full window sink."""
+        program = () if self.program is None else (str(self.program),)
+        return " ".join((DTYPES[self.dtype].short, self.width, self.mask, *self.options, *program))
+
+
+def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable[str] = ()) -> AttnProblem:
+    """The problem that serves a decode. Its window is always on, as the bounds are runtime values; causal is a right bound of 0."""
+    names = tuple(name for name in DECODE_OPTIONS if name in ("window", *options))
+    return AttnProblem(dtype, *decode_width(head_dim, head_dim_v), False, names)
+
+
+def tile_width(
+    head_dim: int, head_dim_v: int, direction: str = "fwd", dtype: str = DEFAULT_DTYPE
+) -> tuple[int, int]:
+    """The first tile width of a direction that holds head_dim columns of Q and K and head_dim_v of V and O."""
+    return next((qk, v) for qk, v in tile_widths(direction, dtype) if qk >= head_dim and v >= head_dim_v)
+
+
+def tile_widths(direction: str, dtype: str = DEFAULT_DTYPE) -> tuple[tuple[int, int], ...]:
+    """The (head_dim, head_dim_v) that a direction has kernels for."""
+    if dtype in FP32_DTYPES:
+        return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS[FP32_DTYPES[dtype].parts]
+    return {"fwd": TILE_WIDTHS, JVP: JVP_TILE_WIDTHS}.get(direction, BWD_TILE_WIDTHS)
+
+
+def dtypes(direction: str) -> tuple[str, ...]:
+    """Names of the DTYPES that a direction, DECODE or JVP has kernels for."""
+    return tuple(HALF_DTYPES if direction in (DECODE, JVP) else DTYPES)
+
+
+def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The first of DECODE_TILE_WIDTHS that holds head_dim columns of Q and K and head_dim_v of V and O."""
+    return next((qk, v) for qk, v in DECODE_TILE_WIDTHS if qk >= head_dim and v >= head_dim_v)
+
+
+def buckets(direction: str) -> tuple[str, ...]:
+    """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
+    more = {
+        "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET, FEW_BUCKET),
+        "bwd": (TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKETS.values()),
+        "bwd_det": (TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET),
+    }
+    return *BUCKETS, *more[direction]
+
+
+def option_buckets(direction: str, options: Iterable[str]) -> tuple[str, ...]:
+    """The buckets of a problem with options: of a forward with a window also WIDE_BUCKET."""
+    return *buckets(direction), *([WIDE_BUCKET] if direction == "fwd" and "window" in options else [])
+
+
+def window_bucket(bucket: str, options: Iterable[str], window_keys: int) -> str:
+    """Bucket of a forward whose lengths have `bucket`: WIDE_BUCKET for a window of more than WIDE_WINDOW keys.
+
+    Parts of longer sequences (`placed`) keep their bucket: they were not measured.
+
+    Args:
+        window_keys: number of keys in the window, which may be rounded up to a power of 2, as WIDE_WINDOW is one.
+    """
+    is_wide = "window" in options and "placed" not in options and window_keys > WIDE_WINDOW
+    return WIDE_BUCKET if is_wide and bucket in BUCKETS[1:] else bucket
+
+
+def length_bucket(seqlen_k: int) -> str:
+    """The one of BUCKETS that holds a key length."""
+    return BUCKETS[sum(seqlen_k > end for end in BUCKET_ENDS)]
+
+
+def bwd_bucket(
+    deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, partial: bool = False, seqlen_q: int = 0
+) -> str:
+    """Bucket of a backward in the tuned table.
+
+    Args:
+        partial: as the option, whose dq is fp32.
+        seqlen_q: of an fp32 problem, else 0. Configs of short sequences have one_sum, whose errors grow with the queries, too.
+    """
+    if seqlen_k <= TILE_KEYS and not partial:
+        return TILE_BUCKET
+    if deterministic and heads_q > heads_kv:
+        return SHARED_BUCKET
+    if seqlen_k <= WIDE_TILE_KEYS and not partial:
+        return WIDE_TILE_BUCKET
+    bucket = length_bucket(max(seqlen_q, seqlen_k))
+    return SHARED_BUCKETS[bucket] if heads_q > heads_kv else bucket
+
+
+def tuning_key(problem: AttnProblem, bucket: str) -> str:
+    """bf16 d128 causal 4k"""
+    return f"{problem} {bucket}"

@@ -1,0 +1,468 @@
+"""The console script: tl-attention bench | tune | compile | pack | config | explain | manifest | support | doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tl_attention.compilation import packing
+from tl_attention.config import catalog, configs, legality
+from tl_attention.config.kernel_configs import KernelConfig
+from tl_attention.problem.arguments import at_least, dtype_name, seconds
+from tl_attention.problem.attn_problem import (
+    DECODE,
+    DEFAULT_DTYPE,
+    DIRECTIONS,
+    DTYPES,
+    FP32_TILE_WIDTHS,
+    JVP,
+    OPTIONS,
+    AttnProblem,
+    dtypes,
+    tile_widths,
+)
+from tl_attention.problem.target import is_hopper
+from tl_attention.tools import doctor
+from tl_attention.tuning import question
+from tl_attention.version import __version__
+
+if TYPE_CHECKING:
+    from tl_attention.testing.shapes import Shape
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns its exit status; SystemExit with a text for bad input ends it with status 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:
+        return bench(argv[1:])
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 2
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except SystemExit as fault:
+        if isinstance(fault.code, str):
+            named = (
+                fault.code
+                if fault.code.startswith("tl-attention")
+                else f"tl-attention {argv[0]}: {fault.code}"
+            )
+            print(named, file=sys.stderr)
+            fault.code = 2
+        raise
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "tl-attention", description="FlashAttention for NVIDIA Hopper, in TileLang."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("bench", help="time it against other libraries; arguments of benchmarks/run.py")
+    shapes = _shape_arguments()
+    _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
+    _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
+    packing.add_arguments(commands.add_parser("pack", **packing.HELP))
+    _add_config(commands.add_parser("config", **CONFIG))
+    _add_explain(commands.add_parser("explain", **EXPLAIN))
+    _add_manifest(commands.add_parser("manifest", **MANIFEST))
+    command = commands.add_parser(
+        "support", help="table of options, passes, dtypes and head dims with kernels"
+    )
+    command.set_defaults(run=support)
+    command = commands.add_parser("doctor", help="what is installed, what is missing and what to do about it")
+    command.add_argument("--strict", action="store_true", help="status 1 if something needed is missing")
+    command.set_defaults(run=lambda arguments: doctor.report(arguments.strict))
+    return parser
+
+
+TUNE = {
+    "help": "find the fastest config of each problem class and pass on this GPU",
+    "description": "Compile the candidates of configs/grid.toml, check each against the reference, time them against each other, and"
+    " write the winners to configs/tuned/ in a checkout, else to the user's table in the cache folder. Ctrl-C keeps finished rows.",
+}
+COMPILE = {
+    "help": "compile kernels into the disk cache and report on them; needs no GPU",
+    "description": "Compile kernels for sm_90a and print what the compiler made of them: those of the shipped configs, of the"
+    " [options] lines (--options), or of some shapes (--shapes). Status 1 if one must not ship.",
+}
+CONFIG = {
+    "help": "which config serves a problem, where it comes from and why",
+    "description": "Print the config that serves a problem, the tuned row or grid line it comes from, and the rows and lines tried"
+    " before. Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
+}
+EXPLAIN = {
+    "help": "FLOPs, bytes, what bounds a call, its measured time and its config; needs no GPU",
+    "description": "Print the FLOPs and bytes of a call, its intensity beside the ridge of a GPU, what bounds it, its measured time, and"
+    " the config that serves it with the reason. Example: tl-attention explain 1,32,8,4096,4096,128,causal",
+}
+MANIFEST = {
+    "help": "rewrite configs/kernels.json and configs/texts.json and print which kernels changed",
+    "description": "Trace every kernel of a pack and shadow kernels of calls that no pack serves, print which hashes differ from"
+    " configs/kernels.json and configs/texts.json, compile those of the first and rewrite both files. Status 1 if one must not ship."
+    " With --check print only; status 1 if a hash differs.",
+}
+
+
+def _shape_arguments() -> argparse.ArgumentParser:
+    shapes = argparse.ArgumentParser(add_help=False)
+    shapes.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
+    )
+    shapes.add_argument(
+        "--dtype",
+        nargs="+",
+        type=dtype_name,
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)}, or short bf16, fp16, ..; default: bfloat16, whose rows serve float16, too; of compile without"
+        " --shapes all",
+    )
+    shapes.add_argument(
+        "--jobs", type=at_least(1), metavar="N", help="kernels compiled at a time; default: one per CPU"
+    )
+    return shapes
+
+
+def _add_pass(
+    command: argparse.ArgumentParser, choices: Sequence[str], default: Sequence[str], words: str
+) -> None:
+    command.add_argument(
+        "--pass",
+        nargs="+",
+        choices=choices,
+        default=default,
+        dest="directions",
+        metavar="PASS",
+        help=f"of {', '.join(choices)}; {words}",
+    )
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    _add_pass(command, DIRECTIONS, DIRECTIONS, "bwd_det: the deterministic backward; default: all")
+    command.add_argument(
+        "--only", nargs="+", metavar="WORD", default=(), help="rows with all these words: d128 causal 4k"
+    )
+    command.add_argument(
+        "--budget", type=seconds, default=1800.0, metavar="TIME", help="90s, 10m or 1h; default: 30m"
+    )
+    command.add_argument(
+        "--log",
+        type=Path,
+        default=Path("bench_out/tune.jsonl"),
+        metavar="FILE",
+        help="every attempt; default: %(default)s",
+    )
+    command.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="the table to improve; default: the one of this GPU in the checkout, or else the user's",
+    )
+    command.set_defaults(run=tune)
+
+
+def _add_compile(command: argparse.ArgumentParser) -> None:
+    _add_pass(
+        command,
+        (*DIRECTIONS, DECODE, JVP),
+        DIRECTIONS,
+        "bwd_det: the deterministic backward; decode: attention to caches with pages of every size, and the append kernel; jvp: the forward"
+        " with its derivative of forward mode; default: all but decode and jvp",
+    )
+    command.add_argument(
+        "--options",
+        action="store_true",
+        help="for each [options] line of configs/grid.toml, the kernels of the bf16 problem with all options it serves",
+    )
+    command.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="only kernels whose problem and config have all of these: bf16 d128 dq",
+    )
+    command.set_defaults(run=compile_kernels)
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("words", nargs="+", metavar="WORD", help=question.accepted_words())
+    _add_pass(command, (*DIRECTIONS, DECODE), ("fwd",), "default: fwd")
+    command.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=question.GPU_HELP,
+    )
+    command.set_defaults(run=show_config)
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    from tl_attention.tools.explain import command as explain
+
+    explain.add_arguments(command)
+
+
+def _add_manifest(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--check", action="store_true", help="compile and write nothing; needs no nvcc")
+    command.add_argument(
+        "--every",
+        type=at_least(1),
+        metavar="N",
+        help="with --check: trace one kernel in N, others each day; default: all",
+    )
+    command.add_argument(
+        "--jobs",
+        type=at_least(1),
+        metavar="N",
+        help="kernels traced or compiled at a time; default: one per CPU",
+    )
+    command.set_defaults(run=update_manifest)
+
+
+def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
+    """Shapes by name. Raises SystemExit for a name missing in configs/shapes.toml or a malformed shape."""
+    from tl_attention.testing.shapes import chosen_shapes
+
+    try:
+        return chosen_shapes(words)
+    except ValueError as error:
+        raise SystemExit(f"--shapes: {error}") from None
+
+
+def plain_shapes(words: Sequence[str]) -> list[Shape]:
+    """Shapes without options. Raises SystemExit as parse_shapes, and for a shape with options."""
+    shapes = parse_shapes(words)
+    for name, shape in shapes.items():
+        if shape.options:
+            raise SystemExit(
+                f"--shapes: expected shapes without options, as [options] of configs/grid.toml is not tuned; {name} has options"
+            )
+    return list(shapes.values())
+
+
+def bench(argv: Sequence[str]) -> int:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    if not (folder / "run.py").exists():
+        print(
+            "tl-attention bench needs benchmarks/, which only a checkout has: clone it and pip install -e '.[bench]'"
+        )
+        return 2
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("run").main(argv) or 0
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    shapes = plain_shapes(arguments.shapes) if arguments.shapes else None
+    if not is_hopper(0):
+        print("tl-attention tune needs an NVIDIA Hopper GPU to time kernels, and found none.", end=" ")
+        print("tl-attention compile needs no GPU and reports on the kernels of the shipped configs.")
+        return 2
+    if not _has_rich("tune"):
+        return 2
+    from tl_attention.tuning import autotune
+
+    table = arguments.table or configs.tuned_path(torch.cuda.get_device_name())
+    try:
+        autotune.check_writable(table, arguments.log)
+    except OSError as error:
+        print(f"tl-attention tune cannot write {table} or {arguments.log}: {error}", end="; ")
+        print("name other files with --table and --log")
+        return 2
+    results = autotune.tune(
+        shapes,
+        arguments.budget,
+        directions=arguments.directions,
+        dtypes=arguments.dtype or (DEFAULT_DTYPE,),
+        only=arguments.only,
+        path=arguments.table,
+        log=arguments.log,
+        jobs=arguments.jobs,
+    )
+    without = [row for row, attempts in results.items() if attempts[0].fate != "winner"]
+    if without:
+        print(f"no winner, left as they were: {', '.join(without)}")
+    print(f"{len(results) - len(without)} rows tuned, in {table}; all attempts: {arguments.log}")
+    return 0 if results else 1
+
+
+def compile_kernels(arguments: argparse.Namespace) -> int:
+    from tl_attention.compilation import toolkit
+    from tl_attention.tuning import autotune
+
+    if not toolkit.find_nvcc():
+        print(f"tl-attention compile: {toolkit.NO_NVCC}")
+        return 2
+    if arguments.options and (arguments.shapes or arguments.dtype):
+        print(
+            "tl-attention compile --options: expected no --shapes and no --dtype, as lines of the grid are compiled for bfloat16"
+        )
+        return 2
+    if not _has_rich("compile"):
+        return 2
+    from rich.console import Console
+    from rich.table import Table
+
+    from tl_attention.tuning.progress import track
+    from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
+
+    if arguments.options:
+        kernels = catalog.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
+    elif arguments.shapes:
+        dtypes = arguments.dtype or (DEFAULT_DTYPE,)
+        kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)
+    else:
+        dtypes = arguments.dtype or DTYPES
+        kernels = [
+            kernel for kernel in catalog.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
+        ]
+    kernels = [
+        kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)
+    ]
+    if not kernels:
+        words = " ".join(arguments.words) or "none"
+        raise SystemExit(
+            f"tl-attention compile: expected words of a kernel, such as bf16 d128 dq; no kernel has all of: {words}"
+        )
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    built = track(autotune.compile_all(kernels, arguments.jobs), len(kernels), "compile", console)
+    results = {(problem, config): result for problem, config, result in built}
+    table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
+    faults = 0
+    for problem, config in kernels:
+        result = results[problem, config]
+        report = None if isinstance(result, autotune.Failure) else result
+        fault = report.fault if report else str(result).strip().splitlines()[-1]
+        faults += bool(fault)
+        table.add_row(str(problem), str(config), *report_cells(report), fault or "ok")
+    console.print(table)
+    return 1 if faults else 0
+
+
+def _serving(
+    shapes: Iterable[Shape], dtypes: Sequence[str], directions: Sequence[str]
+) -> Iterator[tuple[AttnProblem, KernelConfig]]:
+    """Kernels that calls on these shapes load, for all lengths."""
+    from tl_attention.tuning import needs
+
+    for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
+        if shape.options.function:
+            raise SystemExit(
+                f"--shapes: {shape}: expected no function=, whose kernels depend on its code; they are built at its first call"
+            )
+        try:
+            yield from needs.kernels_of(shape, dtype, direction, all_lengths=True)
+        except ValueError as error:
+            raise SystemExit(f"--shapes: {error}") from None
+
+
+def show_config(arguments: argparse.Namespace) -> int:
+    try:
+        asked, gpu = question.parse(arguments.words), question.gpu_of(arguments.gpu)
+        for direction in arguments.directions:
+            for text in question.answer(asked, direction, gpu):
+                print(text)
+    except ValueError as error:
+        raise SystemExit(f"tl-attention config: {error}") from None
+    return 0
+
+
+def update_manifest(arguments: argparse.Namespace) -> int:
+    from tl_attention.compilation import manifest, toolkit
+
+    if toolkit.tilelang_version() not in toolkit.TILELANG:
+        print(f"tl-attention manifest: {toolkit.NO_TILELANG}")
+        return 2
+    if arguments.every and not arguments.check:
+        print(
+            "tl-attention manifest: --every: expected with --check, got without, as files are written whole"
+        )
+        return 2
+    if arguments.check:
+        difference = manifest.check(arguments.jobs, arguments.every or 1)
+        print(difference)
+        return 1 if difference.new or difference.changed or difference.gone else 0
+    if configs.installed():
+        print(
+            "tl-attention manifest needs a checkout, as an installed package is read-only; --check compares"
+        )
+        return 2
+    if not toolkit.find_nvcc():
+        print(f"tl-attention manifest: {toolkit.NO_NVCC}; --check needs none")
+        return 2
+    if not toolkit.find_cuobjdump():
+        print("tl-attention manifest needs cuobjdump to count instructions: pip install triton")
+        return 2
+    print(manifest.rewrite(arguments.jobs))
+    faults = manifest.all_faults(manifest.Manifest.read())
+    for name, texts in faults.items():
+        print(f"fault: {name}: {'; '.join(texts)}")
+    return 1 if faults else 0
+
+
+def _has_words(text: str, words: Sequence[str]) -> bool:
+    return set(words) <= set(text.split())
+
+
+def _has_rich(command: str) -> bool:
+    if importlib.util.find_spec("rich"):
+        return True
+    print(f"tl-attention {command} needs rich: pip install 'tl-attention[bench]'")
+    return False
+
+
+def support(arguments: argparse.Namespace) -> int:
+    """Print support_table()."""
+    print(support_table())
+    return 0
+
+
+def support_table() -> str:
+    """In Markdown, the tile widths at which options and pages have kernels: what legality.fault says of their configs."""
+    names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
+    lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
+    for options in (*((option,) for option in OPTIONS), OPTIONS):
+        cells = [_support(options, direction) for direction in names]
+        lines.append(f"| {'all at once' if options == OPTIONS else options[0]} | {' | '.join(cells)} |")
+    all_but_dropout = tuple(option for option in OPTIONS if option != "dropout")
+    lines.append(
+        f"| all but dropout, keys in pages | {_support(all_but_dropout, 'fwd', paged=True)} | none | none |"
+    )
+    return "\n".join(lines)
+
+
+def _is_served(problem: AttnProblem, direction: str, paged: bool) -> bool:
+    """True if there are kernels for a problem with options."""
+    if problem.is_fp32 and paged:
+        return False
+    config = configs.option_config(problem, "4k", direction)
+    forms = config.paged_forms(problem) if paged else [config]
+    return all(legality.fault(problem, form, direction) is None for form in forms)
+
+
+def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> str:
+    """A cell of the table: "bf16, fp16: every width", or the widths with kernels."""
+    cells: dict[str, list[str]] = {}
+    for dtype in (DTYPES[name] for name in dtypes(direction)):
+        widths = tile_widths(direction, dtype.name)
+        problems = [AttnProblem(dtype.name, *width, False, options) for width in widths]
+        served = [problem.width for problem in problems if _is_served(problem, direction, paged)]
+        every = len(FP32_TILE_WIDTHS if problems[0].is_fp32 else problems)
+        text = "every width" if len(served) == every else ", ".join(served) or "none"
+        cells.setdefault(text, []).append(dtype.short)
+    return "; ".join(f"{', '.join(dtypes)}: {widths}" for widths, dtypes in cells.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Operators of PyTorch: autograd, torch.compile, vmap, forward mode, distributed tensors."""

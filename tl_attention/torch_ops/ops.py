@@ -1,0 +1,489 @@
+"""Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces them without a graph break.
+
+attention and attention_backward are the entries of the public functions without options. To save host time they skip the op if nothing
+traces the call, and the checks if tensors with the same metadata have passed them before. user_options.py does so for calls with options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tl_attention import launch
+from tl_attention.checks.common import (
+    FWD_DTYPES,
+    check_bwd,
+    check_deterministic,
+    check_device,
+    check_fwd,
+    is_dtensor,
+)
+from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
+from tl_attention.checks.lengths import check_cpu_lengths
+from tl_attention.checks.transforms import warn_about_cpu
+from tl_attention.problem.options import (
+    ARGUMENTS,
+    MAX_SCALE,
+    NUMBERS,
+    PLAIN,
+    SINK,
+    TENSORS,
+    Call,
+    Options,
+    options_of_parts,
+    parse_arguments,
+    rows_in_use,
+    saveable,
+)
+from tl_attention.reference import (
+    attention_backward_reference,
+    attention_reference,
+    dropout_keep,
+    varlen_backward_reference,
+    varlen_reference,
+)
+from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
+from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, register_jvp
+from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
+
+Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
+    *batch, n1, n2, _ = q.shape
+    rows = (n1, n2) if Call(*arguments[:PLAIN]).heads_first else (n2, n1)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*batch, *rows), dtype=torch.float32)
+
+
+@define_op("fwd", f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)", _fake_forward)
+def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
+    """The forward: a launch, or the reference on CPU tensors."""
+    call, options = parse_arguments(arguments)
+    if q.device.type != "cpu":
+        check_device(q)
+        return launch_forward(q, k, v, call, options)
+    if options is not None and options.varlen:
+        check_cpu_lengths(q, k, options)
+    qkv = _transpose_if(call.heads_first, q, k, v)
+    out, lse = _reference(attention_reference, varlen_reference, qkv, call, options)
+    (out,) = _transpose_if(call.heads_first, out.to(q.dtype))
+    return out.contiguous(), lse
+
+
+def _fake_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
+) -> Gradients:
+    _, options = parse_arguments(others[3:])  # after out, lse, dlse
+    sink = None if options is None else options.sink
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
+
+
+@define_op(
+    "bwd",
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_backward,
+)
+def bwd_op(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *arguments: object,
+) -> Gradients:
+    """The backward: a launch, or the reference on CPU tensors. Without a sink its gradient is empty."""
+    call, options = parse_arguments(arguments)
+    if q.device.type == "cpu":
+        grads = _reference_backward(dlse, call, options, dout, q, k, v)
+    else:
+        check_device(q)
+        grads = _launch_backward(dout, q, k, v, out, lse, dlse, call, options)
+    return grads if len(grads) == 4 else (*grads, q.new_empty(0))
+
+
+def _reference_backward(dlse: Any, call: Call, options: Options | None, *tensors: torch.Tensor) -> Gradients:
+    """Gradients computed by the reference. tensors: dout, q, k, v."""
+    references = attention_backward_reference, varlen_backward_reference
+    grads = _reference(*references, _transpose_if(call.heads_first, *tensors), call, options, dlse=dlse)
+    dsink = [x.to(options.sink.dtype) for x in grads[3:]]
+    return *(x.to(tensors[0].dtype).contiguous() for x in _transpose_if(call.heads_first, *grads[:3])), *dsink
+
+
+def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[batch, heads, seqlen, head_dim] tensors as [batch, seqlen, heads, head_dim] views, or back."""
+    return [x.transpose(1, 2) for x in tensors] if heads_first else [*tensors]
+
+
+def _reference(
+    dense: Callable[..., tuple],
+    varlen: Callable[..., tuple],
+    tensors: list[torch.Tensor],  # q, k and v the last of them
+    call: Call,
+    options: Options | None,
+    **others: Any,
+) -> tuple[torch.Tensor, ...]:
+    others["lse_base2"] = call.lse_base2
+    if options is None:
+        return dense(*tensors, call.softmax_scale, call.causal, **others)
+    others |= options.reference_arguments()
+    q, k, _ = tensors[-3:]
+    lengths = options.cu_seqlens_q, options.cu_seqlens_k
+    if options.dropout_p:
+        sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+        if options.varlen:
+            batch = len(options.cu_seqlens_q) - 1
+            longest = (max(cu.diff().tolist(), default=0) for cu in lengths)
+            sizes = batch, q.shape[1], *longest
+        others["dropout_p"] = options.dropout_p
+        others["keep"] = dropout_keep(options.rng_state, *sizes, options.dropout_p, options.position)
+    if not options.varlen:
+        return dense(*tensors, call.softmax_scale, call.causal, **others)
+    used = {"seqused_q": options.seqused_q, "seqused_k": options.seqused_k}
+    return varlen(*tensors, *lengths, call.softmax_scale, call.causal, **used, **others)
+
+
+def launch_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    options: Options | None,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> Outputs:
+    """launch.forward, with defined values in the unused rows of packed sequences: out 0, lse -inf."""
+    *layout, deterministic = call
+    others = {"options": options, "block_table": block_table, "out": out, "deterministic": deterministic}
+    out, lse = launch.forward(q, k, v, *layout, **others)
+    if options is not None and options.seqused_q is not None:
+        unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
+        out.masked_fill_(unused[:, None, None], 0)
+        lse.masked_fill_(unused, -math.inf)
+    return out, lse
+
+
+def _launch_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    call: Call,
+    options: Options | None,
+) -> Gradients:
+    """launch.backward, with gradient 0 in the unused rows of packed sequences; the reference where fp32 has no kernels."""
+    if options is not None and not has_gradient_kernels(q, v, options.parts):
+        return _reference_backward(dlse, call, options, dout, q, k, v)
+    *layout, deterministic = call
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    tensors = dout, q, k, v, out, lse
+    if options is None or not (options.names or options.parts):  # num_splits matters to the forward only
+        return launch.backward(*tensors, *layout, deterministic, dlse)
+    grads = launch.backward(*tensors, *layout, deterministic, dlse, options=options)
+    of_q = options.cu_seqlens_q, options.seqused_q
+    of_k = options.cu_seqlens_k, options.seqused_k
+    for grad, (cu_seqlens, seqused) in zip(grads[:3], (of_q, of_k, of_k), strict=True):
+        if seqused is not None:
+            unused = ~rows_in_use(cu_seqlens, seqused, grad.shape[0])
+            grad.masked_fill_(unused[:, None, None], 0)
+    return grads
+
+
+def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
+    q, k, v, *arguments = inputs
+    ctx.arguments = arguments[: PLAIN + NUMBERS]
+    ctx.save_for_backward(q, k, v, *output, *map(saveable, arguments[PLAIN + NUMBERS :]))
+    ctx.set_materialize_grads(False)  # no zeros for an unused lse
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    """Gradients of the inputs of fwd_op, by bwd_op."""
+    q, k, v, out, lse, *option_tensors = ctx.saved_tensors
+    arguments = *ctx.arguments, *option_tensors
+    rest = [None] * len(arguments)
+    if dout is None and dlse is None:
+        return None, None, None, *rest
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = bwd_op(dout, q, k, v, out, lse, dlse, *arguments)
+    sink = PLAIN + SINK
+    # The torch dispatcher leaves out trailing Nones
+    if len(arguments) > sink and arguments[sink] is not None and ctx.needs_input_grad[3 + sink]:
+        rest[sink] = grads[3]
+    return *grads[:3], *rest
+
+
+def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
+    raise NotImplementedError(
+        "tl_attention: the gradient of a gradient is not supported; call backward without create_graph=True, or use"
+        " ref_mha_fwd_interface"
+    )
+
+
+def _save_nothing(ctx: Any, inputs: Sequence, outputs: Gradients) -> None:
+    pass
+
+
+register_autograd(fwd_op, _save, _backward, push_forward)
+register_autograd(bwd_op, _save_nothing, _no_double_backward, refuse_to_push_gradients)
+register_jvp(_save, _backward)
+register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
+register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), ("s", 1)))
+
+
+class _Attention(torch.autograd.Function):
+    """A launch in eager mode, with less bookkeeping than fwd_op."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        call: tuple,
+        options: Options | None,
+        run: Callable[..., Outputs],
+    ) -> Outputs:
+        """sink: that of the options, for its gradient. call: fields of Call. run: as FwdPlan."""
+        out, lse = run(q, k, v, call[0], call[2], options)
+        ctx.call, ctx.options = call, None
+        if options is None:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.options = options.without_tensors()
+            ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
+        ctx.set_materialize_grads(False)  # no zeros for an unused lse
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+        if dout is None and dlse is None:
+            return (None,) * 7
+        q, k, v, out, lse, *option_tensors = ctx.saved_tensors
+        call, options = Call(*ctx.call), ctx.options
+        if options is not None:
+            options = options.with_tensors(**dict(zip(TENSORS, option_tensors, strict=True)))
+        if dout is None:
+            dout = torch.zeros_like(out)
+        tensors = dout, q, k, v, out, lse
+        traced = torch.is_grad_enabled() or is_traced() or _is_batched(dout) or _is_batched(dlse)
+        if traced or not are_plain(*tensors) or not q.is_cuda:
+            grads = bwd_op(*tensors, dlse, *call, *(() if options is None else options.arguments()))
+        else:
+            grads = _launch_backward(*tensors, dlse, call, options)
+        dsink = grads[3] if ctx.needs_input_grad[3] else None
+        return *grads[:3], dsink, None, None, None
+
+
+# Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
+_differentiable = super(torch.autograd.Function, _Attention).apply
+
+
+# Bound once: each dot costs 20 ns of a plain call
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_forward_ad = torch.autograd.forward_ad
+
+
+def is_traced() -> bool:
+    """True if a tracer, a dispatch mode or a transform of torch must see the op."""
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _innermost_transform() is not None
+        or _tracing_state() is not None
+        or _forward_ad._current_level >= 0
+    )
+
+
+def _is_batched(grad: torch.Tensor | None) -> bool:
+    """True for a gradient of torch.autograd.grad(is_grads_batched=True), which is_traced does not see."""
+    return grad is not None and _is_legacy_batched(grad)
+
+
+def are_plain(*tensors: object) -> bool:
+    """True if all are torch.Tensor and no subclass of it, which may intercept the op."""
+    return all(type(x) is torch.Tensor for x in tensors)
+
+
+def has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
+    """True if the checks of a call with these values depend on tensor metadata only."""
+    return (
+        q.is_cuda
+        and (
+            softmax_scale is None
+            or (type(softmax_scale) is float and -MAX_SCALE <= softmax_scale <= MAX_SCALE)
+        )
+        and type(causal) is type(deterministic) is bool
+    )
+
+
+def check_device_or_warn(q: torch.Tensor, traced: bool) -> None:
+    """Refuse a device without kernels; warn about the slow reference on the CPU. A traced call on a GPU is checked when it runs."""
+    if q.device.type == "cpu":
+        warn_about_cpu()
+    elif q.device.type != "cuda" or not traced:
+        check_device(q)
+
+
+def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
+    """softmax_scale, by default head_dim ** -0.5."""
+    return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+
+
+def in_bf16(run: Callable[..., tuple], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Results of run() on fp32 tensors rounded to bf16, as fp32: a call whose products have one bf16 part."""
+    return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool,
+    deterministic: bool = False,
+    precision: str | None = None,
+) -> Outputs:
+    """(out, lse) of plain or causal attention, from the unchecked arguments of a public function."""
+    traced = is_traced() or not (type(q) is type(k) is type(v) is torch.Tensor)
+    plan = None
+    if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
+        plan = launch.fwd_plan(q, k, v, causal, heads_first)
+    if plan is None:
+        if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+            given = softmax_scale, causal, lse_base2, heads_first, deterministic, precision
+            shards = Shards(q, k, v, axes_of_rows(heads_first))
+            return shards.run(lambda *local: attention(*local, *given), q, k, v)
+        check_fwd(q, k, v, softmax_scale, causal, heads_first, dtypes=FWD_DTYPES)
+        check_deterministic(deterministic)
+        parts = check_precision(q, precision)
+        if runs_in_bf16(q, parts):
+            given = softmax_scale, causal, lse_base2, heads_first, deterministic
+            return in_bf16(lambda *half: attention(*half, *given), q, k, v)
+        if parts:  # its plans have the precision in their keys
+            call = Call(scale_of(q, softmax_scale), causal, lse_base2, heads_first, deterministic)
+            return attend(q, k, v, call, Options(parts=parts))
+        check_device_or_warn(q, traced)
+
+    scale = scale_of(q, softmax_scale)
+    if plan is None and (traced or not q.is_cuda):
+        return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
+    run = plan or _launch_like(Call(scale, causal, lse_base2, heads_first, deterministic))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        call = scale, causal, lse_base2, heads_first, deterministic
+        return _differentiable(q, k, v, None, call, None, run)
+    return run(q, k, v, scale, lse_base2)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options) -> Outputs:
+    """(out, lse) from checked arguments."""
+    arguments = options.arguments()
+    others = (x for x in arguments[NUMBERS:] if x is not None and x is not options.sink)
+    of_sink = type(options.sink) in (torch.Tensor, torch.nn.Parameter, type(None))
+    traced = is_traced() or not (of_sink and are_plain(q, k, v, *others))
+    check_device_or_warn(q, traced)
+    if traced or not q.is_cuda:
+        return fwd_op(q, k, v, *call, *arguments)
+    return run_eagerly(q, k, v, call, options, _launch_like(call))
+
+
+def _launch_like(call: Call) -> Callable[..., Outputs]:
+    """launch_forward, with the arguments of a plan."""
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        options: Options | None = None,
+    ) -> Outputs:
+        return launch_forward(q, k, v, call, options)
+
+    return run
+
+
+def run_eagerly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: tuple,
+    options: Options,
+    run: Callable[..., Outputs],
+) -> Outputs:
+    """(out, lse) by run, as FwdPlan, on plain tensors on a GPU."""
+    sink = options.sink
+    if sink is not None and type(sink) is not torch.Tensor:
+        options = options.with_tensors(sink=sink.detach())  # makes a plain tensor of a parameter
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    ):
+        try:
+            return _differentiable(q, k, v, sink, call, options, run)
+        except (
+            RuntimeError
+        ):  # of torch, if it cannot save a tensor of inference mode: asking each tensor would take time
+            saved = {name: saveable(x) for name, x in zip(TENSORS, options.tensors(), strict=True)}
+            if all(x is getattr(options, name) for name, x in saved.items()):
+                raise
+            return _differentiable(q, k, v, saved["sink"], call, options.with_tensors(**saved), run)
+    return run(q, k, v, call[0], call[2], options)
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    precision: str | None = None,
+) -> Gradients:
+    """Gradients of attention() with base-2 lse and heads first, from the unchecked arguments of a public function."""
+    tensors = dout, q, k, v, out, lse
+    traced = (
+        is_traced()
+        or not are_plain(*tensors)
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    )
+    plan = None
+    if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
+        fixed_order = deterministic or torch.are_deterministic_algorithms_enabled()
+        plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
+    if plan is None:
+        check_fwd(q, k, v, softmax_scale, causal, heads_first=True, dtypes=FWD_DTYPES)
+        check_bwd(dout, q, v, out, lse, deterministic)
+        parts = check_precision(q, precision)
+        if runs_in_bf16(q, parts):
+            given = lse, softmax_scale, causal, deterministic
+            return in_bf16(lambda *half: attention_backward(*half, *given), dout, q, k, v, out)
+        check_device_or_warn(q, traced)
+
+    scale = scale_of(q, softmax_scale)
+    if plan is not None:
+        return plan(*tensors, scale, True)
+    call = Call(scale, causal, True, True, deterministic)
+    options = options_of_parts(parts)
+    if traced or not q.is_cuda:
+        return bwd_op(*tensors, None, *call, *(options.arguments() if parts else ()))[:3]
+    return _launch_backward(*tensors, None, call, options)

@@ -1,0 +1,271 @@
+"""Answers of `tl-attention config`: which config serves a problem given in words, where it comes from and what was tried before."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tl_attention.config import configs, gpus, legality
+from tl_attention.config.gpus import Gpu
+from tl_attention.config.kernel_configs import DecodeConfig, page_rows
+from tl_attention.problem.attn_problem import (
+    BUCKETS,
+    DECODE,
+    DECODE_OPTIONS,
+    DECODE_TILE_WIDTHS,
+    DEFAULT_DTYPE,
+    DIRECTIONS,
+    DTYPES,
+    FEW_BUCKET,
+    OPTIONS,
+    SHORT_BUCKET,
+    SPLIT_BUCKET,
+    WIDE_BUCKET,
+    AttnProblem,
+    bwd_bucket,
+    decode_problem,
+    dtypes,
+    length_bucket,
+    option_buckets,
+    tile_widths,
+    window_bucket,
+)
+from tl_attention.problem.target import DEFAULT_GPU, gpu_name, is_hopper
+from tl_attention.testing.shapes import Shape, sequences
+
+SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
+MASKS = ("full", "causal")
+GPU_HELP = f"a Hopper GPU, such as H100 or its name in torch; default: this GPU, else {DEFAULT_GPU}"
+NAMED_BUCKETS = tuple(
+    dict.fromkeys(bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS))
+)
+
+
+@dataclass
+class Question:
+    """A problem in the words of a tuning key, and the sizes that choose its bucket."""
+
+    dtype: str = DEFAULT_DTYPE
+    head_dims: tuple[int, int] | None = None
+    causal: bool = False
+    options: list[str] = field(default_factory=list)
+    bucket: str | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def parse(words: Sequence[str]) -> Question:
+    """Read words such as bf16 d128 causal window=127 sink seqlen_k=4096; the value of an option does not matter.
+
+    Raises:
+        ValueError: an unknown word, or no head dims.
+    """
+    question = Question()
+    given: dict[str, str] = {}  # kind of word -> the word
+
+    def once(kind: str, word: str) -> None:
+        if given.setdefault(kind, word) != word:
+            raise ValueError(f"{kind}: expected one word, got {given[kind]} and {word}")
+
+    names = {name: dtype.name for dtype in DTYPES.values() for name in (dtype.short, dtype.name)}
+    for word in words:
+        name, _, value = word.partition("=")
+        if word in names:
+            once("dtype", word)
+            question.dtype = names[word]
+        elif match := re.fullmatch(r"d(\d+)(?:-(\d+))?", word):
+            once("head dims", word)
+            question.head_dims = int(match[1]), int(match[2] or match[1])
+            if 0 in question.head_dims:
+                raise ValueError(f"head dims: expected numbers above 0, got {word}")
+        elif word in MASKS:
+            once("mask", word)
+            question.causal = word == "causal"
+        elif word in NAMED_BUCKETS:
+            once("bucket", word)
+            question.bucket = word
+        elif name in OPTIONS and (word == name or _is_number(value)):
+            question.options.append(name)
+        elif name in SIZES and value.isdecimal() and int(value) > 0:
+            once(name, word)
+            question.sizes[name] = int(value)
+        else:
+            known = [*names, *MASKS, *NAMED_BUCKETS, *OPTIONS, *(f"{size}=N" for size in SIZES), "d192-128"]
+            like = difflib.get_close_matches(word, known, 1, 0.65)
+            hint = f"; did you mean {like[0]}?" if like else ""
+            raise ValueError(f"expected {accepted_words()}; got {word!r}{hint}")
+    if question.head_dims is None:
+        raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
+    if question.bucket and "seqlen_k" in question.sizes:
+        raise ValueError(
+            f"bucket: expected a bucket or seqlen_k, which chooses it, got {question.bucket} and {given['seqlen_k']}"
+        )
+    return question
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def accepted_words() -> str:
+    return (
+        f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
+        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), "
+        f"a bucket ({', '.join(NAMED_BUCKETS)}) or sizes ({', '.join(f'{name}=N' for name in SIZES)})"
+    )
+
+
+def gpu_of(words: str | None) -> Gpu:
+    """The GPU of --gpu; without it this machine's, or DEFAULT_GPU if that is no Hopper.
+
+    Raises:
+        ValueError: a name that is no Hopper GPU.
+    """
+    if words is not None:
+        return gpus.resolve(words)
+    here = torch.cuda.is_available() and is_hopper(torch.cuda.current_device())
+    return gpus.resolve(gpu_name() if here else DEFAULT_GPU)
+
+
+def shape_bucket(shape: Shape, problem: AttnProblem, direction: str, gpu: Gpu) -> str:
+    """The bucket of a shape and its problem on a GPU."""
+    from tl_attention.launch import splits
+
+    longest = max(seqlen_k for _, seqlen_k in sequences(shape))
+    if direction != "fwd":
+        queries = shape.seqlen_q if problem.is_fp32 and not shape.is_varlen else 0
+        return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest, seqlen_q=queries)
+    if shape.is_varlen:
+        return SPLIT_BUCKET if _packed_splits(shape, gpu.sms) > 1 else length_bucket(longest)
+    sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+    bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
+    return window_bucket(bucket, problem.options, shape.window_keys)
+
+
+def _packed_splits(shape: Shape, sms: int) -> int:
+    """Splits per tile of packed sequences with the lengths of a shape."""
+    from tl_attention.launch import splits
+    from tl_attention.problem.options import Options
+
+    queries, keys = zip(*sequences(shape), strict=True)
+    cu_seqlens_q = torch.empty(shape.batch + 1, dtype=torch.int32, device="meta")
+    options = Options(
+        window=shape.window_size,
+        max_seqlen_q=max(queries),
+        max_seqlen_k=max(keys),
+        cu_seqlens_q=cu_seqlens_q,
+    )
+    return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, sms)
+
+
+def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
+    """Lines of text, a paragraph per distinct answer.
+
+    Raises:
+        ValueError: the question does not fit the pass.
+    """
+    if direction == DECODE:
+        yield from _answer_decode(question)
+        return
+    problem = _problem(question, direction)
+    answers: dict[str, list[str]] = {}
+    for bucket in _buckets(question, problem, direction, gpu):
+        choice = configs.choose_config(problem, bucket, gpu.name, direction)
+        lines = [f"{choice.config!r}", f"from {choice.source}"]
+        lines += [f"tried before: {miss}" for miss in choice.misses]
+        if reason := legality.fault(problem, choice.config, direction):
+            lines.append(f"cannot run: {reason}")
+        answers.setdefault("\n  ".join([str(choice.config), *lines]), []).append(bucket)
+    for text, served in answers.items():
+        yield f"{direction} {problem} {', '.join(served)} on {gpu.name}: {text}"
+
+
+def _problem(question: Question, direction: str) -> AttnProblem:
+    check_head_dims(*question.head_dims, direction, question.dtype)
+    options = tuple(option for option in OPTIONS if option in question.options)
+    if direction != "fwd":
+        options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
+    causal = question.causal and "window" not in options
+    return AttnProblem.of(question.dtype, *question.head_dims, causal, direction, options)
+
+
+def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str = DEFAULT_DTYPE) -> None:
+    """Raise ValueError for a dtype or head dims that a pass has no kernels for."""
+    if dtype not in dtypes(direction):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(dtypes(direction))} for {direction}, got {dtype}"
+        )
+    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction, dtype)
+    if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
+        known = ", ".join(f"d{qk}" if qk == v else f"d{qk}-{v}" for qk, v in widths)
+        got = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}-{head_dim_v}"
+        raise ValueError(f"head dims: expected at most one of {known} for {direction}, got {got}")
+
+
+def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu) -> Sequence[str]:
+    """The buckets a question is about: the one it names, those that its sizes leave possible, or all."""
+    known, sizes = option_buckets(direction, problem.options), question.sizes
+    if question.bucket:
+        if question.bucket not in known:
+            raise ValueError(
+                f"bucket: expected one of {', '.join(known)} for {direction}, got {question.bucket}"
+            )
+        return [question.bucket]
+    if "seqlen_k" not in sizes:
+        return [bucket for bucket in known if bucket != FEW_BUCKET or problem.can_share]
+    by_length = length_bucket(sizes["seqlen_k"])
+    if direction != "fwd":
+        queries = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
+        of_heads = functools.partial(
+            bwd_bucket, direction == "bwd_det", seqlen_k=sizes["seqlen_k"], seqlen_q=queries
+        )
+        if {"heads", "heads_kv"} <= sizes.keys():
+            return [of_heads(sizes["heads"], sizes["heads_kv"])]
+        with_heads = (of_heads(heads, 1) for heads in (1, 2))
+        return list(dict.fromkeys(with_heads))
+    if "varlen" in question.options:  # buckets by queries serve no packed sequences
+        return [by_length, SPLIT_BUCKET]
+    from tl_attention import launch
+
+    # The question does not say how many keys a window has
+    may_be_wide = "window" in problem.options and by_length in BUCKETS[1:]
+    of_window = [WIDE_BUCKET] if may_be_wide else []
+    seqlen_q, shares = sizes.get("seqlen_q", sizes["seqlen_k"]), launch.splits.sharing(problem, gpu.name)
+    if {"batch", "heads"} <= sizes.keys():
+        counts = sizes["batch"], sizes["heads"]
+        whole = launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], gpu.sms, shares)
+        return [whole, *(of_window if whole == by_length else [])]
+    whole = launch.splits.fwd_bucket(
+        gpu.sms, 1, seqlen_q, sizes["seqlen_k"], gpu.sms
+    )  # a CTA per SM: no split
+    if whole == SHORT_BUCKET:
+        return [whole]
+    return [whole, *of_window, SPLIT_BUCKET, *([FEW_BUCKET] if shares else [])]
+
+
+def _answer_decode(question: Question) -> Iterator[str]:
+    check_head_dims(*question.head_dims, DECODE, question.dtype)
+    if others := [option for option in question.options if option not in DECODE_OPTIONS]:
+        raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
+    if question.bucket:
+        raise ValueError(f"bucket: expected none for decode, which is not tuned, got {question.bucket}")
+    problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes
+    pages = page_rows(sizes["page_size"]) if "page_size" in sizes else 0
+    if {"heads", "heads_kv"} <= sizes.keys():
+        rows = [sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]]
+    else:
+        rows = configs.DECODE_ROWS
+    grid = configs.data_dir() / "grid.toml"
+    for number in rows:
+        config: DecodeConfig = configs.decode_config(problem, number, pages)
+        few = number <= configs.DECODE_ROWS[0]
+        which = "at most 64" if few else "more than 64"
+        yield f"decode {problem}: {config}\n  {config!r}\n  from [decode] {problem.width} of {grid}, for {which} rows per key head"

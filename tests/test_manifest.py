@@ -240,21 +240,21 @@ def test_sample_prefers_cheap_kernels():
 
 
 def test_kernels_without_numbers_are_compiled(monkeypatch, tmp_path):
-    kernel = SHIPPED[next(iter(SHIPPED))]
+    kernel, other = list(SHIPPED.values())[:2]
     versions = {"tilelang": "1", "nvcc": "2"}
-    written = Manifest(versions, {"a": {"text": "1a", "registers": 1}, "b": {"text": "1a"}})
+    written = Manifest(versions, {"a": {"text": "1a", "source": "2a", "registers": 1}, "b": {"text": "1a"}})
     path = tmp_path / "kernels.json"
     monkeypatch.setattr(manifest, "manifest_path", lambda: path)
     monkeypatch.setattr(manifest, "texts_path", lambda: tmp_path / "texts.json")
-    monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
-    monkeypatch.setattr(manifest, "traced_kernels", lambda: {"a": kernel, "b": kernel, "c: c": kernel})
+    monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": other})
+    monkeypatch.setattr(manifest, "traced_kernels", lambda: {"a": kernel, "b": other, "c: c": kernel})
     monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1a"))
-    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1a", "registers": 2})
+    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1a", "source": "2b", "registers": 2})
     path.write_text(written.format())
-    manifest.rewrite(jobs=1, say=lambda text: None)
-    assert json.loads(path.read_text())["kernels"] == {
-        "a": {"text": "1a", "registers": 1},
-        "b": {"text": "1a", "registers": 2},
-    }
+    for source, a in (("2a", 1), ("2b", 2)):
+        monkeypatch.setattr(manifest, "source_hash", lambda *kernel, source=source: source)
+        manifest.rewrite(jobs=1, sources=True, say=lambda text: None)
+        kernels = json.loads(path.read_text())["kernels"]
+        assert [kernels[name]["registers"] for name in "ab"] == [a, 2]
     assert json.loads((tmp_path / "texts.json").read_text()) == {"c: c": "1a"}

@@ -42,6 +42,7 @@ class Report:
     counted_in: str  # what instructions were counted in: SASS, or without cuobjdump PTX, where loops is empty
     needs_wgmma: bool = True
     sass_hash: str = ""  # hash of the instructions, in hex; empty without cuobjdump
+    source_hash: str = ""  # of the CUDA source
 
     @property
     def fault(self) -> str | None:
@@ -135,6 +136,7 @@ def report_source(
         counted_in=counted_in,
         needs_wgmma=needs_wgmma,
         sass_hash=_instructions_hash(sass) if sass else "",
+        source_hash=source_hash(source),
     )
 
 
@@ -157,11 +159,14 @@ def _largest(pattern: str, log: str) -> int:
     return max(map(int, re.findall(pattern, log)), default=0)
 
 
+def source_hash(source: str) -> str:
+    """Hash of CUDA source, in hex."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
 def _instructions_hash(sass: str) -> str:
     """Hash of the instructions alone, without the kernel's name."""
-    return hashlib.sha256("\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass)).encode()).hexdigest()[
-        :16
-    ]
+    return source_hash("\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass)))
 
 
 def main_loops(sass: str) -> list[collections.Counter[str]]:

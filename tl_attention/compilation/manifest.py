@@ -246,11 +246,21 @@ def entry(problem: AttnProblem, config: KernelConfig) -> dict[str, Any]:
 
 
 def numbers(problem: AttnProblem, config: KernelConfig) -> dict[str, Any]:
-    """Hash of a kernel's instructions and the compiler's report, without the fields that are 0 or empty. Compiles the kernel."""
+    """Hashes of a kernel's CUDA source and instructions, and the compiler's report without what is 0 or empty. Compiles the kernel.
+
+    Two CUDA sources of one text differ in names and bound values. nvcc may order their instructions differently, so numbers
+    are comparable where the sources are equal.
+    """
     report = cubin.report(problem, config)
     values = {name: getattr(report, name) for name in REPORT_FIELDS}
     kept = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v}
-    return {"sass": report.sass_hash, **kept}
+    return {"source": report.source_hash, "sass": report.sass_hash, **kept}
+
+
+def source_hash(problem: AttnProblem, config: KernelConfig) -> str:
+    """Hash of a kernel's CUDA source. Needs no nvcc."""
+    source, _ = compiler.lower(problem, config)
+    return cubin.source_hash(source)
 
 
 def has_numbers(found: dict[str, Any]) -> bool:
@@ -410,10 +420,13 @@ def trace_all(kernels: dict[str, KernelKey], jobs: int | None = None) -> dict[st
     return {name: hashes[kernel] for name, kernel in kernels.items()}
 
 
-def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Difference:
+def rewrite(jobs: int | None = None, sources: bool = False, say: Callable[[str], None] = print) -> Difference:
     """Trace all kernels, compile shipped ones that changed or have no numbers, write both files, and return what changed.
 
     All shipped ones are compiled where a compiler version changed.
+
+    Args:
+        sources: compile those whose CUDA source changed, too.
     """
     manifest, versions, kernels = Manifest.read(), compiler_versions(), shipped()
     hashes = trace_all(traced_kernels(), jobs)
@@ -421,6 +434,11 @@ def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Diff
     stale = list(kernels)
     if versions == manifest.versions:
         stale = [name for name in kernels if not _is_fresh(manifest.kernels.get(name, {}), hashes[name])]
+        if sources:
+            fresh = {kernels[name]: name for name in kernels if name not in stale}
+            for kernel, found in _in_processes(source_hash, fresh, jobs):
+                if found != manifest.kernels[fresh[kernel]].get("source"):
+                    stale.append(fresh[kernel])
     say(f"{len(stale)} of {len(kernels)} kernels to compile")
     names = {kernels[name]: name for name in stale}
     table = {name: manifest.kernels[name] for name in kernels if name not in stale}

@@ -223,6 +223,11 @@ def _add_manifest(command: argparse.ArgumentParser) -> None:
         help="with --check: trace one kernel in N, others each day; default: all",
     )
     command.add_argument(
+        "--sources",
+        action="store_true",
+        help="compile those whose CUDA source changed, too: names and bound values are in it, not in the hash",
+    )
+    command.add_argument(
         "--jobs",
         type=at_least(1),
         metavar="N",
@@ -389,6 +394,9 @@ def update_manifest(arguments: argparse.Namespace) -> int:
             "tl-attention manifest: --every: expected with --check, got without, as files are written whole"
         )
         return 2
+    if arguments.sources and arguments.check:
+        print("tl-attention manifest: --sources: expected without --check, which compiles nothing")
+        return 2
     if arguments.check:
         difference = manifest.check(arguments.jobs, arguments.every or 1)
         print(difference)
@@ -404,7 +412,7 @@ def update_manifest(arguments: argparse.Namespace) -> int:
     if not toolkit.find_cuobjdump():
         print("tl-attention manifest needs cuobjdump to count instructions: pip install triton")
         return 2
-    print(manifest.rewrite(arguments.jobs))
+    print(manifest.rewrite(arguments.jobs, arguments.sources))
     faults = manifest.all_faults(manifest.Manifest.read())
     for name, texts in faults.items():
         print(f"fault: {name}: {'; '.join(texts)}")

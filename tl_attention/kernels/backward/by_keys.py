@@ -148,16 +148,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
             fill_bias_columns(w, shared.bias_columns, consumers)
-            turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
-            shared.tile_box.wait(0)
-            while not shared.tile_box.at_end(turn):
-                shared.tile_box.read_tile(turn, tile)
-                shared.tile_box.read_blocks(turn, blocks)
-                differentiate(w, number, turn, first_step, tile, blocks, launch)
-                first_step += blocks.steps
-                turn += 1
-                shared.tile_box.wait(turn)
+            call = tile, blocks, launch
+            shared.tile_box.each_posted(
+                tile, blocks, lambda turn, first_step: differentiate(w, number, turn, first_step, *call)
+            )
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:

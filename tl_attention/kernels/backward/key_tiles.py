@@ -311,12 +311,14 @@ class KeyRowsMask:
 class KeyTileBox(TileBox):
     """TileBox of key tiles, in which a separate warp describes each tile to the producer and the consumers.
 
-    A first key of -1 ends the work.
+    A first key of -1 ends the work. Each reader counts the steps.
 
     Args:
         readers: warps that read it beside the producer.
         five_counts: of blocks, in place of up to four.
     """
+
+    posts_first_step = False
 
     def __init__(
         self,

@@ -120,26 +120,24 @@ class KeyTileProducer:
             blocks.advance()
 
     @T.inline
+    def load_posted(self, turn, first_step, tile, blocks):
+        """Load a posted tile. The next one is drawn meanwhile, or where tiles are drawn late when all loads are issued."""
+        box = self.shared.tile_box
+        if not self.late:
+            box.release(turn)
+        self.load(turn, first_step, tile, blocks)
+        if self.late:
+            box.end_loads(turn)
+
+    @T.inline
     def produce(self, number):
         """Load tile `number`, or the tiles that schedule() describes."""
         tile = self.tile()
         blocks = self.blocks(tile)
         if self.dynamic:
-            turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
-            box = self.shared.tile_box
-            box.wait(0)
-            while not box.at_end(turn):
-                box.read_tile(turn, tile)
-                box.read_blocks(turn, blocks)
-                if not self.late:
-                    box.release(turn)
-                self.load(turn, first_step, tile, blocks)
-                if self.late:
-                    box.end_loads(turn)
-                first_step += blocks.steps
-                turn += 1
-                box.wait(turn)
+            self.shared.tile_box.each_posted(
+                tile, blocks, lambda turn, first_step: self.load_posted(turn, first_step, tile, blocks)
+            )
         else:
             tile.start(number, self.counts, blocks)
             if tile.exists:
@@ -151,26 +149,24 @@ class KeyTileProducer:
 
         begin, end: called with the turn and the tile, before and after the steps of a tile.
         """
-        box = self.shared.tile_box
         tile = self.tile()
         blocks = self.blocks(tile)
-        turn = T.alloc_var("int32", init=0)
-        first_step = T.alloc_var("int32", init=0)
-        box.wait(0)
-        while not box.at_end(turn):
-            box.read_tile(turn, tile)
-            box.read_blocks(turn, blocks)
-            box.release(turn)
-            if begin is not None:
-                begin(turn, tile)
-            for step in self.steps(first_step, first_step + blocks.steps):
-                visit(step, tile, blocks)
-                blocks.advance()
-            if end is not None:
-                end(turn, tile)
-            first_step += blocks.steps
-            turn += 1
-            box.wait(turn)
+        calls = visit, begin, end
+        self.shared.tile_box.each_posted(
+            tile, blocks, lambda turn, first_step: self.walk_tile(turn, first_step, tile, blocks, *calls)
+        )
+
+    @T.inline
+    def walk_tile(self, turn, first_step, tile, blocks, visit, begin, end):
+        """walk() through one tile."""
+        self.shared.tile_box.release(turn)
+        if begin is not None:
+            begin(turn, tile)
+        for step in self.steps(first_step, first_step + blocks.steps):
+            visit(step, tile, blocks)
+            blocks.advance()
+        if end is not None:
+            end(turn, tile)
 
     def has_next(self, stream: TileStream) -> Any:
         """True if there is a tile with the stream's number."""

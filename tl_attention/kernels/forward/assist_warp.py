@@ -44,23 +44,15 @@ def load_values(followed, first_step, tile, blocks):
 
 
 @T.macro
-def load_values_of_posted(followed, turn, tile, blocks):
-    tile_box = followed.shared.tile_box
-    tile.find_kv_head()
-    tile_box.read_blocks(turn, blocks)
-    load_values(followed, tile_box.first_step(turn), tile, blocks)
-
-
-@T.macro
 def produce_values(followed):
     """Load V of the tiles that the producer posts, or of the CTA's only tile."""
     config = followed.config
-    tile = Tile(followed.order)
+    tile = Tile(followed.order, loads_keys=True)
     mask = Mask.of(followed.problem, followed.options, tile, *followed.lengths)
     blocks = KeyBlocks(mask, config.block_M, config.block_N, config.split, overlap=config.hold_max)
     if config.schedule != "grid":
         followed.shared.tile_box.each_posted(
-            tile, lambda turn: load_values_of_posted(followed, turn, tile, blocks)
+            tile, blocks, lambda _, first_step: load_values(followed, first_step, tile, blocks)
         )
     else:
         tile.locate(followed.first_tile)

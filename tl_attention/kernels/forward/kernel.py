@@ -149,7 +149,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
-        tile = Tile(order)
+        tile = Tile(order, loads_keys=True)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
         blocks = blocks_of(options, mask, tile)
         if persistent:
@@ -185,9 +185,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         multiply(products, shared.Q.parts_of(q_step), shared.K.parts_of(step), acc_s, **q_kt)
 
     @T.macro
-    def attend(
-        w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options
-    ):
+    def attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit, options):
+        recomputes = shared.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
         P_parts = (P, *alloc_further_parts([64, block_N], parts))
@@ -287,13 +286,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         results.store(w, q_step, tile, query, blocks, tiles, shared, slots, output.chunks, lse, lse_unit)
 
     @T.macro
-    def attend_posted(w, turn, tile, blocks, tiles, shared, softmax_scale, lse_unit, options):
-        shared.tile_box.read_blocks(turn, blocks)
-        first_step = shared.tile_box.first_step(turn)
-        recomputes = shared.overflows.recomputes(turn) if hold_max else None
-        attend(w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options)
-
-    @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
@@ -301,15 +293,17 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
-            call = tile, blocks, tiles, shared, softmax_scale, lse_unit, options
-            shared.tile_box.each_posted(tile, lambda turn: attend_posted(w, turn, *call))
+            call = blocks, tiles, shared, softmax_scale, lse_unit, options
+            shared.tile_box.each_posted(
+                tile, blocks, lambda turn, first_step: attend(w, tile, turn, first_step, *call)
+            )
         else:
             tile.locate(first_tile)
             if tile.exists:
                 blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)
-                attend(w, tile, 0, 0, blocks, tiles, shared, None, softmax_scale, lse_unit, options)
+                attend(w, tile, 0, 0, blocks, tiles, shared, softmax_scale, lse_unit, options)
         wait_for_stores()
 
     @T.prim_func

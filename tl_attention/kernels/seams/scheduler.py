@@ -97,10 +97,12 @@ class Tile:
     """Position of the current tile: its query block, head and batch index; its share of a split; its sequence in a table.
 
     These are variables: as expressions of the tile's number they took the prover of TileLang 0.1.15 a minute.
+
+    loads_keys: its warp loads keys, so it needs the key head of a tile that it reads in a TileBox, too.
     """
 
-    def __init__(self, order: TileOrder, name: str = "tile"):
-        self.order = order
+    def __init__(self, order: TileOrder, loads_keys: bool = False, name: str = "tile"):
+        self.order, self.loads_keys = order, loads_keys
         self.batch_idx, self.head_idx, self.kv_head_idx, self.block = (
             T.alloc_var("int32", init=0) for _ in range(4)
         )
@@ -223,6 +225,8 @@ class TileBox:
     across it; a sync_warp on either side does.
     """
 
+    posts_first_step = True
+
     def __init__(self, has_table: bool, padded: bool = False, name: str = "tile_box"):
         self.tiles = T.alloc_shared([2, 8 + 4 * has_table + 4 * padded], "int32")
         self.full = T.alloc_barrier([1, 1])
@@ -258,13 +262,22 @@ class TileBox:
         T.sync_warp()
 
     @T.inline
-    def each_posted(self, tile, work):
-        """Read each posted tile and call work(turn), until the end of the work."""
+    def each_posted(self, tile, blocks, work):
+        """Read each posted tile and its blocks, and call work(turn, first_step), until the end of the work.
+
+        first_step: of the tile, as steps of rings continue from tile to tile. It is counted where it is not posted.
+        """
         turn = T.alloc_var("int32", init=0)
+        counted = None if self.posts_first_step else T.alloc_var("int32", init=0)
         self.wait(0)
         while not self.at_end(turn):
             self.read_tile(turn, tile)
-            work(turn)
+            self.read_blocks(turn, blocks)
+            if self.posts_first_step:
+                work(turn, self.first_step(turn))
+            else:
+                work(turn, counted)
+                counted += blocks.steps
             turn += 1
             self.wait(turn)
 
@@ -278,6 +291,8 @@ class TileBox:
         for i in indices(tile.sequence):
             tile.sequence[i][0] = self.tiles[turn % 2, 8 + i]
         T.sync_warp()
+        if tile.loads_keys:
+            tile.find_kv_head()
 
     @T.inline
     def read_blocks(self, turn, blocks):
@@ -383,7 +398,6 @@ class TileStream:
         else:
             if self.turns_ago[0] > 0:
                 self.tile_box.read_tile(turn - self.turns_ago[0], tile)
-                tile.find_kv_head()
             else:
                 tile.locate(self.number[0])
 

@@ -150,8 +150,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
-        if problem.stages or problem.has_diagonals:
-            scores.prefetch(query, blocks, 0)
+        scores.prefetch(query, blocks, 0)
         shared.Q.wait(w)
         begin = 0
         if w == 0 and skips_steps(problem, config):

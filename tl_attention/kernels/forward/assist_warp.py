@@ -9,15 +9,13 @@ import tilelang.language as T
 
 from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.kernels.scores.mask import KeyBlocks, Mask
-from tl_attention.kernels.scores.options import OptionArguments
 from tl_attention.kernels.seams.scheduler import Tile, TileOrder
-from tl_attention.kernels.sources.tiles import SharedTiles
 from tl_attention.problem.attn_problem import AttnProblem
 
 
 @dataclass(frozen=True)
 class Followed:
-    """Arguments of a kernel that this warp needs."""
+    """Arguments of a kernel that this warp needs. launch: kernel.Launch."""
 
     problem: AttnProblem
     config: FwdConfig
@@ -25,9 +23,7 @@ class Followed:
     splits: Any
     first_tile: Any
     order: TileOrder
-    tiles: Any
-    shared: SharedTiles
-    options: OptionArguments
+    launch: Any
 
 
 def steps_from(config: FwdConfig, first: int, steps: Any) -> Any:
@@ -39,8 +35,9 @@ def steps_from(config: FwdConfig, first: int, steps: Any) -> Any:
 
 @T.macro
 def load_values(followed, first_step, tile, blocks):
+    launch = followed.launch
     for step in steps_from(followed.config, 0, blocks.steps):
-        followed.tiles.load_v(followed.shared.V, first_step + step, tile, blocks, step)
+        launch.tiles.load_v(launch.shared.V, first_step + step, tile, blocks, step)
 
 
 @T.macro
@@ -48,10 +45,10 @@ def produce_values(followed):
     """Load V of the tiles that the producer posts, or of the CTA's only tile."""
     config = followed.config
     tile = Tile(followed.order, loads_keys=True)
-    mask = Mask.of(followed.problem, followed.options, tile, *followed.lengths)
+    mask = Mask.of(followed.problem, followed.launch.options, tile, *followed.lengths)
     blocks = KeyBlocks(mask, config.block_M, config.block_N, config.split, overlap=config.hold_max)
     if config.schedule != "grid":
-        followed.shared.tile_box.each_posted(
+        followed.launch.shared.tile_box.each_posted(
             tile, blocks, lambda _, first_step: load_values(followed, first_step, tile, blocks)
         )
     else:

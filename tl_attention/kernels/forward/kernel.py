@@ -6,6 +6,7 @@ the step before. Steps go from the last key block to the first; with near_first 
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -23,7 +24,8 @@ from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, In
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.scores.mask import LAST_BLOCK, Mask
-from tl_attention.kernels.scores.options import OptionArguments, Scores, option_arguments, prelude, sink_score
+from tl_attention.kernels.scores.options import OptionArguments, option_arguments, prelude
+from tl_attention.kernels.scores.score_mod import ForwardScores, has_two_sides, near_keys_first
 from tl_attention.kernels.scores.softcap import PolynomialCap
 from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
@@ -32,14 +34,25 @@ from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ri
 from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_kept
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
-from tl_attention.kernels.seams.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
+from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
 from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.sources.shared_tiles import PIECES, SharedPieces, stream_of
-from tl_attention.kernels.sources.tiles import FragmentBlocks, SharedTiles, input_arguments
+from tl_attention.kernels.sources.tiles import DenseTiles, FragmentBlocks, SharedTiles, input_arguments
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Arguments and shared memory of a CTA, for all its tiles. lse_unit: of flash_fwd()."""
+
+    tiles: DenseTiles
+    shared: SharedTiles
+    options: OptionArguments
+    softmax_scale: Any
+    lse_unit: Any
 
 
 def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
@@ -65,10 +78,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
-    two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
-    near_first = two_sides or (hold_max and problem.scores_stay_close)
-    may_hold_zero = PolynomialCap.serves(problem, config)
-    q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
     persistent, shares = config.schedule != "grid", config.schedule == "shared"
     registers = pipeline.forward_registers(problem, config)
@@ -98,7 +107,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     paged = page_arguments(config.page_rows > 0)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        how = split, hold_max, near_first, shares
+        how = split, hold_max, near_keys_first(problem, config), shares
         return key_blocks(problem, options, mask, tile, block_M, block_N, *how)
 
     @T.macro
@@ -135,23 +144,22 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             last = blocks.steps - 1
             tiles.load_v(shared.V, first_step + last, tile, blocks, last)
 
-    def assist(first_tile, ctas, order, tiles, shared, options):
+    def assist(first_tile, ctas, order, launch):
         """Function that the warps beside the producer run; None: they have no work."""
         lengths = seqlen_q, seqlen_k
-        followed = assist_warp.Followed(
-            problem, config, lengths, splits, first_tile, order, tiles, shared, options
-        )
+        followed = assist_warp.Followed(problem, config, lengths, splits, first_tile, order, launch)
         if two_producers:
             return lambda: assist_warp.produce_values(followed)
         if makes_parts:
-            return lambda: shared.inputs.make_share(first_tile, ctas)
+            return lambda: launch.shared.inputs.make_share(first_tile, ctas)
         return None
 
     @T.macro
-    def produce(first_tile, order, ctas, tickets, tiles, shared, options):
+    def produce(first_tile, order, ctas, tickets, launch):
+        tiles, shared = launch.tiles, launch.shared
         tile = Tile(order, loads_keys=True)
-        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = blocks_of(options, mask, tile)
+        mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
+        blocks = blocks_of(launch.options, mask, tile)
         if persistent:
             stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k, blocks)
             if shares:
@@ -177,15 +185,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 load(tile, 0, 0, blocks, tiles, shared, None)
 
     @T.macro
-    def start_scores(w, q_step, step, shared, scores, acc_s, is_right=0):
-        """Issue S = Q Kᵀ of a key block, on top of the linear bias if there is one."""
+    def start_scores(w, q_step, step, block, shared, scores, acc_s):
+        """Issue S = Q Kᵀ of a key block."""
         shared.K.wait(step)
         turns.wait(w)
-        scores.begin(acc_s, shared.bias_columns, is_right)
+        scores.begin(acc_s, block)
+        q_kt = {"transpose_B": True, "clear_accum": scores.clears}
         multiply(products, shared.Q.parts_of(q_step), shared.K.parts_of(step), acc_s, **q_kt)
 
     @T.macro
-    def attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit, options):
+    def attend(w, tile, turn, first_step, blocks, launch):
+        """Compute O and Lse of 64 queries of a tile, and store them."""
+        tiles, shared, softmax_scale = launch.tiles, launch.shared, launch.softmax_scale
         recomputes = shared.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
@@ -196,20 +207,17 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
-        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides)
-        dropout = Dropout(problem, options, block_N)
-        raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
-        scale_log2 = raw_scale if scores.raw else scores.scale_log2
+        scores = ForwardScores(problem, config, launch.options, softmax_scale, shared)
+        dropout = Dropout(problem, launch.options, block_N)
+        scale_log2 = scores.scale_log2
         sums_directly = head_dim == 64 and parts == 1
-        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, may_hold_zero, sums_directly)
-        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
-        row_max = RowMax(softmax, hold_max, polynomial, shared.overflows, recomputes)
+        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, scores.may_hold_zero, sums_directly)
+        row_max = RowMax(softmax, hold_max, scores.at_zero(blocks), shared.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
-        scores.start(tile.batch, tile.head, scale_log2)
+        scores.start(tile, query, blocks, scale_log2)
         dropout.start()
-        scores.look_ahead(query, blocks)
         first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
         first.skip(w, shared.K, turns, first_step, blocks)
         first_step = first.after(first_step)
@@ -220,17 +228,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.prepare(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of step 0
-        start_scores(w, q_step, first_step, shared, scores, acc_s)
+        block = blocks.at(0, LAST_BLOCK)
+        start_scores(w, q_step, first_step, block, shared, scores, acc_s)
         turns.pass_on(w)
-        dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
-        scores.look_up(query, blocks, 0, LAST_BLOCK)
+        dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
+        scores.look_up(query, block)
         slots.free_previous(turn, q_step, shared.Q)
         output.clear()
         T.wait_wgmma(0)
         shared.K.release(first_step)
         slots.after_scores(blocks.steps == 1, q_step, shared.Q)
-        scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
-        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
+        scores.apply(acc_s, query, block)
+        softmax.update(acc_s, scores.shift(query, block))
         row_max.after_first_step(w, acc_s, blocks.steps)
         round_kept(acc_s, P_parts, dropout)
 
@@ -241,19 +250,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(some.count):
                 step = some.steps.first + i
-                is_right = blocks.is_right(step) if two_sides and not some.steps.masked else 0
-                start_scores(w, q_step, first_step + step, shared, scores, acc_s, is_right)
+                block = blocks.at(step, some.steps)
+                start_scores(w, q_step, first_step + step, block, shared, scores, acc_s)
                 shared.V.wait(first_step + step - 1)
                 output.start(P_parts, shared.V, first_step + step - 1)
                 turns.pass_on(w)
-                dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
-                scores.look_up(query, blocks, step, some.steps)
+                dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
+                scores.look_up(query, block)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + step)
                 slots.after_scores(step == blocks.steps - 1, q_step, shared.Q)
-                scores.transform(acc_s, query, blocks, step, some.steps, some.cap)
-                shift = scores.shift(blocks.diagonal(query, step), is_right)
-                softmax.update(acc_s, shift, some.update, some.at_zero)
+                scores.apply(acc_s, query, block, some.at_zero)
+                softmax.update(acc_s, scores.shift(query, block), some.update, some.at_zero)
                 output.finish(P_parts, shared.V, first_step + step - 1)  # O is complete, and P free
                 shared.V.release(first_step + step - 1)
                 round_kept(acc_s, P_parts, dropout)
@@ -271,7 +279,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.read_partners(turn, shared.tile_box)
         slots.after_steps(q_step, shared.Q)
         row_max.check(turn)
-        softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
+        softmax.finish(lse, 1.0 if shares else launch.lse_unit, scores.sink(tile))
         query = tiles.first_query(tile, block_M) + first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
@@ -283,19 +291,19 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             dropout.scale_kept(output.chunks[n])
 
         row_max.wait_for_first_result()
-        results.store(w, q_step, tile, query, blocks, tiles, shared, slots, output.chunks, lse, lse_unit)
+        results.store(w, q_step, tile, query, blocks, launch, slots, output.chunks, lse)
 
     @T.macro
-    def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
+    def consume(w, first_tile, order, launch):
+        tiles, shared = launch.tiles, launch.shared
         tile = Tile(order)
-        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = blocks_of(options, mask, tile)
+        mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
+        blocks = blocks_of(launch.options, mask, tile)
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
-            call = blocks, tiles, shared, softmax_scale, lse_unit, options
             shared.tile_box.each_posted(
-                tile, blocks, lambda turn, first_step: attend(w, tile, turn, first_step, *call)
+                tile, blocks, lambda turn, first_step: attend(w, tile, turn, first_step, blocks, launch)
             )
         else:
             tile.locate(first_tile)
@@ -303,7 +311,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)
-                attend(w, tile, 0, 0, blocks, tiles, shared, softmax_scale, lse_unit, options)
+                attend(w, tile, 0, 0, blocks, launch)
         wait_for_stores()
 
     @T.prim_func
@@ -344,7 +352,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
-        more_code += source("any_of_warpgroup") if may_hold_zero else ""
+        more_code += source("any_of_warpgroup") if PolynomialCap.serves(problem, config) else ""
         more_code += store_code(head_dim_v, results.from_registers) + (
             source("split_tile") if parts > 1 else ""
         )
@@ -359,7 +367,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if O_in_Q or results.from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
-                bias_columns=alloc_bias_columns(problem, block_N, two_sides),
+                bias_columns=alloc_bias_columns(problem, block_N, has_two_sides(problem, config)),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
                 pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
@@ -378,10 +386,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             pages = CachePages(PageTable, page_size, num_pages, page_stride_k, page_stride_v)
             loads = paged_loads(problem, config, K, V, pages)
             tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
+            launch = Launch(tiles, shared, options, softmax_scale, lse_unit)
             roles.run(
-                lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
-                lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
-                assist(first_tile, ctas, order, tiles, shared, options),
+                lambda: produce(first_tile, order, ctas, Tickets, launch),
+                lambda w: consume(w, first_tile, order, launch),
+                assist(first_tile, ctas, order, launch),
                 assist_warps=MAKERS if makes_parts else 1,
             )
 

@@ -50,13 +50,14 @@ class Results:
     lse_is_final: bool = True
 
     @T.inline
-    def store(self, w, q_step, tile, query, blocks, tiles, shared, slots, chunks, lse, lse_unit):
+    def store(self, w, q_step, tile, query, blocks, launch, slots, chunks, lse):
         """Store O of 64 queries, and Lse unless it has been stored."""
+        tiles, shared = launch.tiles, launch.shared
         if self.shares:
             if blocks.partners[0] < 0:
                 shared.pieces.store(blocks.rank[0], w, chunks[0], lse)
                 slots.after_piece(q_step, shared.Q)
-            shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, lse_unit)
+            shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, launch.lse_unit)
         if blocks.partners[0] >= 0 if self.shares else True:
             if self.from_registers:
                 tiles.store_result(chunks, lse, tile, query)

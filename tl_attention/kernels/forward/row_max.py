@@ -23,14 +23,12 @@ class MaxSteps:
         count: number of steps, from steps.first on.
         update: they update the row max; else it is held.
         at_zero: the row max is 0 and held.
-        cap: polynomial in place of the softcap; None: the softcap.
     """
 
     steps: StepRange
     count: Any
     update: bool
     at_zero: bool = False
-    cap: PolynomialCap | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class RowMax:
 
     Args:
         holds: FwdConfig.hold_max.
-        polynomial: of a softcap, for steps whose row max is 0.
+        polynomial: ForwardScores.at_zero().
         overflows, recomputes: of the tile, where the row max is held.
     """
 
@@ -79,7 +77,7 @@ class RowMax:
             holds = self.recomputes == 0
             if self.softmax.at_zero is not None:
                 at_zero = T.if_then_else(self.softmax.at_zero[0] != 0, steps.count, 0)
-                found.append(MaxSteps(steps, at_zero, False, True, self.polynomial))
+                found.append(MaxSteps(steps, at_zero, False, True))
                 holds = holds & (self.softmax.at_zero[0] == 0)
             found.append(MaxSteps(steps, T.if_then_else(holds, steps.count, 0), False))
             found.append(MaxSteps(steps, T.if_then_else(self.recomputes == 0, 0, steps.count), True))

@@ -144,6 +144,31 @@ class StepRange:
         return self.check_right or self.check_left
 
 
+@dataclass(frozen=True)
+class KeyBlock:
+    """Key block of a step.
+
+    Args:
+        blocks: KeyBlocks of the tile.
+        step: number of the step.
+        steps: range that it is in.
+        is_right: of NearFirstKeyBlocks, 1 if all keys are right of the diagonals. 0 else, and in steps that are masked.
+    """
+
+    blocks: Any
+    step: Any
+    steps: StepRange
+    is_right: Any = 0
+
+    @property
+    def first_key(self) -> Any:
+        return self.blocks.first_key(self.step)
+
+    def diagonal(self, query: Any) -> Any:
+        """Column of the score tile that the diagonal of `query` crosses; it may lie outside the tile."""
+        return self.blocks.diagonal(query, self.step)
+
+
 LAST_BLOCK = StepRange(True, True, 0, 1, is_last_block=True)
 NEAR = 64  # more than the key blocks that the diagonals of a tile cross
 
@@ -300,6 +325,10 @@ class KeyBlocks:
             return StepRange(True, False, 1, right), StepRange(False, False, self.num_right[0], unmasked)
         return (StepRange(False, False, 1, self.num_steps[0] - 1),)
 
+    def at(self, step: Any, steps: StepRange) -> KeyBlock:
+        """Key block of a step of the range `steps`."""
+        return KeyBlock(self, step, steps)
+
     def key_at(self, step: Any) -> Any:
         return self.first_key(step)
 
@@ -400,3 +429,8 @@ class NearFirstKeyBlocks(KeyBlocks):
     def is_right(self, step: Any) -> Any:
         """1 for a step whose keys lie right of the diagonals, 0 for one left of them; not for the first steps."""
         return T.cast(self.block(step) > self.last_near, "int32")
+
+    @T.inline
+    def at(self, step, steps):
+        is_right = 0 if steps.masked else self.is_right(step)
+        return KeyBlock(self, step, steps, is_right)

@@ -84,6 +84,7 @@ class Scores:
     """Transformation of raw scores Q Kᵀ into scores for the softmax, and their factor in exponents of base 2.
 
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
+    two_sides: an ALiBi bias is linear on either side of the diagonals.
     by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
     sums_pairs: of Traced.
     """
@@ -104,7 +105,7 @@ class Scores:
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
         self.hides_raw = hides_raw
-        self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
+        self.rows_are_keys = rows_are_keys
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale = options, softmax_scale
         is_linear = two_sides or (problem.bias_is_linear and not by_element)
@@ -153,58 +154,14 @@ class Scores:
             self.traced.start(batch, head)
 
     @T.inline
-    def begin(self, acc_s, columns, is_right=0):
-        """Set acc_s to the linear bias, which Q Kᵀ is then added to. is_right: of KeyBlocks."""
+    def begin(self, acc_s, columns):
+        """Set acc_s to the linear bias, which Q Kᵀ is then added to."""
         if self.linear is not None:
-            self.linear.multiply(columns[is_right, :, :] if self.two_sides else columns, acc_s)
+            self.linear.multiply(columns, acc_s)
 
     def shift(self, diagonal: Any, is_right: Any = 0) -> Any:
         """Constant to add to all scores of a tile after begin(); None without a linear bias."""
         return None if self.linear is None else self.linear.shift(diagonal, is_right)
-
-    @T.inline
-    def transform(self, acc_s, query, blocks, step, steps, polynomial=None):
-        """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks.
-
-        polynomial: PolynomialCap that replaces the softcap; scores are in base 2 then.
-        """
-        if polynomial is None:
-            self.cap(acc_s)
-        else:
-            polynomial.apply(acc_s)
-        self.bias(acc_s, blocks.diagonal(query, step))
-        if self.two_sides and steps.masked:
-            self.linear.fold(acc_s, blocks.diagonal(query, step))
-        if self.traced is not None:
-            self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-            self.traced.apply(acc_s)
-            if steps.masked or not blocks.listed:
-                may_hide = not steps.is_last_block or blocks.may_hide(step)
-                self.traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
-        if not blocks.listed:
-            blocks.hide(acc_s, query, step, steps)
-
-    @T.inline
-    def look_ahead(self, query, blocks):
-        """Begin to read what a program needs in step 0 of the forward."""
-        if blocks.listed:
-            blocks.read_ahead(0)
-        if self.has_diagonals or (self.traced is not None and self.traced.is_staged):
-            self.prefetch(query, blocks, 0)
-
-    @T.inline
-    def look_up(self, query, blocks, step, steps):
-        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
-        if blocks.listed and (self.traced.needs_key or (steps.masked and not self.has_whole_bits)):
-            blocks.find(step)
-        if self.has_bits and steps.masked:
-            if blocks.is_ahead(steps):
-                self.traced.fetch_bits(blocks.place_ahead[0], query, blocks.key_at(step))
-                blocks.read_ahead(blocks.next_partial(step, steps))
-            else:
-                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
-        if self.fetches or self.has_diagonals:
-            self.fetch(query, blocks, step)
 
     @T.inline
     def cap(self, acc_s):
@@ -264,15 +221,14 @@ class Scores:
         if self.has_diagonals:
             self.traced.keep_diagonals()
         self.traced.fetch()
-        if self.has_diagonals or self.traced.is_staged:
-            self.prefetch(query, blocks, step + 1)
+        self.prefetch(query, blocks, step + 1)
 
     @T.inline
     def prefetch(self, query, blocks, step):
         """Prefetch what a program needs at a step of key blocks; past the last step the result is not used."""
         if self.has_diagonals:
             self.traced.fetch_diagonals(self.traced.head[0], query, blocks.first_key(step), True)
-        if self.traced.is_staged:
+        if self.traced is not None and self.traced.is_staged:
             self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
 
     @T.inline

@@ -14,7 +14,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.scores.mask import KeyBlocks, Mask, NearFirstKeyBlocks, StepRange
+from tl_attention.kernels.scores.mask import KeyBlock, KeyBlocks, Mask, NearFirstKeyBlocks, StepRange
 from tl_attention.kernels.scores.options import OptionArguments
 from tl_attention.kernels.sources.query_blocks import QueryBlocks
 from tl_attention.kernels.sources.shared_tiles import SharedKeyBlocks
@@ -180,7 +180,7 @@ class ListedKeyBlocks:
 
     @T.inline
     def read_ahead(self, step):
-        """Read place_at() of a step, without a wait, where lists are held; for its look_up()."""
+        """Read place_at() of a step, without a wait, where lists are held; for ScoreMod.look_up()."""
         if self.place_ahead is not None:
             self.place_ahead[0] = self.places[self.first_entry[0] + step]
 
@@ -193,6 +193,9 @@ class ListedKeyBlocks:
         if steps.is_last_block:
             return T.max(self.num_masked[0], 1) + self.num_whole[0]
         return step + 1
+
+    def at(self, step: Any, steps: StepRange) -> KeyBlock:
+        return KeyBlock(self, step, steps)
 
     def key_at(self, step: Any) -> Any:
         return self.found_key[0]

@@ -120,7 +120,7 @@ def _modules() -> tuple:
         for one in pkgutil.iter_modules(importlib.import_module(package).__path__):
             found.append(importlib.import_module(f"{package}.{one.name}"))
     for name in ("flash", "interface", "paged", "flex"):
-        found.append(importlib.import_module(f"tl_attention.{name}"))
+        found.append(importlib.import_module(f"tl_attention.api.{name}"))
     return tuple(found)
 
 

@@ -21,8 +21,11 @@ from typing import Any
 from tilelang import tvm
 from tvm import tirx
 
+import tl_attention
+
 from . import externs
 
+KERNELS = Path(tl_attention.__file__).with_name("kernels")
 PARALLEL, THREAD_BINDING = 1, 4  # kinds of loops
 READS, WRITES = 1, 2  # bits of the access of a region
 # Operations without effect here. Regions among their arguments are read and written
@@ -100,8 +103,8 @@ def places() -> Iterator[dict]:
             frame, lines = sys._getframe(1), []
             while frame is not None and len(lines) < 3:
                 path = Path(frame.f_code.co_filename)
-                if path.parent.name == "kernels" and not frame.f_code.co_name.startswith("<"):
-                    lines.append(f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}")
+                if path.is_relative_to(KERNELS) and not frame.f_code.co_name.startswith("<"):
+                    lines.append(f"{path.relative_to(KERNELS)}:{frame.f_lineno} {frame.f_code.co_name}")
                 frame = frame.f_back
             if isinstance(result, tirx.Call):
                 found[hash(result)] = " < ".join(lines), result

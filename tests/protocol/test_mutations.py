@@ -66,7 +66,7 @@ CASES = {
             r"wait: yield 'wait', 'key_tile_box_empty', .*schedule": "`V_empty` of the turn implies it: V is released after the box",
             r"no count: .*load.py:\d+ schedule": "a part without queries: no small problem has one",
             r"wait: yield 'wait', 'K_full', .*apart.py": "`dS_full` implies it: who writes dS' has waited for K",
-            r"no wait_puts: .*apart.py:\d+ report": "orders additions in global memory, whose data is not modelled",
+            r"no wait_puts: .*/round.py:\d+ report": "orders additions in global memory, whose data is not modelled",
             r"no wait_puts: .*apart.py:\d+ add_dq": "the count of a tile waits before",
             r"no products: products\(0\)  # backward/by_keys.py:\d+ differentiate": "for the compiler; the loop waits before it uses S'",
             r"product of another slot of Q_tiles: .*start_scores": "reads the slot of the step before, which is filled: wrong data",

@@ -10,7 +10,6 @@ A pass computes one or two of the gradients if registers do not hold dK and dV t
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,11 @@ import tilelang.language as T
 
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.config.part_configs import MAKERS, splits_keys, stores_key_parts
-from tl_attention.config.round_configs import ROUNDING_WARPS
 from tl_attention.kernels.backward import key_tiles
 from tl_attention.kernels.backward.dq_sinks.apart import add_dq
-from tl_attention.kernels.backward.dq_sinks.one_tile import send_dq
-from tl_attention.kernels.backward.dq_sinks.order import OrderedBlocks, OrderKeeper
 from tl_attention.kernels.backward.dq_sinks.round import BLOCKS_WITH_ROWS, rounding_code
-from tl_attention.kernels.backward.dq_sinks.round_packed import ALL_BLOCKS, rounding_of
+from tl_attention.kernels.backward.dq_sinks.round_packed import ALL_BLOCKS
+from tl_attention.kernels.backward.dq_sinks.sink import alloc_dq_sink, rounding_of
 from tl_attention.kernels.backward.load import KeyTileProducer
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.backward.product_orders import order_of
@@ -75,7 +72,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
-        dQ, Progress_dq, sum_slots: see round_packed.rounding_of. Only where the pass rounds dQ.
+        dQ, Progress_dq, sum_slots: see sink.rounding_of. Only where the pass rounds dQ.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
         K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them,
             and the others have them in the place of K and V. K and V of the first one are as in split_tile.py.
@@ -83,7 +80,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, dynamic = config.block_M, config.block_N, config.is_dynamic
-    key_pass, varlen, one_tile = KeyPass(problem, config), problem.has("varlen"), config.one_tile
+    key_pass, varlen = KeyPass(problem, config), problem.has("varlen")
     consumers = WARPGROUP * config.warpgroups
     roles, rounds = pass_roles(problem, config), config.rounds(problem)
     scores_first, order = key_tiles.scores_come_first(problem, config), order_of(key_pass)
@@ -93,7 +90,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     extra = option_arguments(problem)
     fp32_inputs = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
     splits, stores_parts = splits_keys(problem, config.makes), stores_key_parts(problem, config.makes)
-    Sums = OrderedBlocks if config.is_ordered else FragmentBlocks
 
     @T.macro
     def differentiate(w, number, turn, first, tile, blocks, launch):
@@ -213,12 +209,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             inputs = InputParts(
                 problem, (Q_input, Q), (dO_input, dO), Progress, config.part_stages, tiles_ahead
             )
-            rounding, dq_sums = None, Sums(dQ_sum, args.rounded_q // 16)
-            if rounds:
-                sums = dQ_sum, Progress_dq, counts, heads_kv, sum_slots, args.rounded_q
-                rounding = rounding_of(problem, config, dQ, *sums, Table if varlen else None)
-                dq_sums = rounding.sums
-            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, rounding)
+            sizes = counts, heads_kv, sum_slots, args.rounded_q, Table if varlen else None
+            rounding = rounding_of(problem, config, (dQ, dQ_sum, Progress_dq), *sizes)
+            alloc_dq = functools.partial(alloc_dq_sink, problem, config, rounding, Turns, softmax_scale)
+            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
             order_heads = heads_kv * key_tiles.order_parts(config, counts)
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
@@ -228,8 +222,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tiles = Tiles(
                 *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts, splits),
                 *((K_parts, V_parts) if stores_parts else ()),
-                dQ=dQ_sum if key_pass.adds_own_dq or one_tile else None,
-                dQ_sum=None if one_tile else dq_sums,
+                dQ=dQ_sum if key_pass.adds_own_dq or config.one_tile else None,
                 dK=dK,
                 dV=dV,
                 dK_parts=FragmentBlocks(dK_parts, key_tiles.part_blocks(config, counts)),
@@ -242,8 +235,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             roles.run(
                 lambda: producer.produce(number),
                 lambda w: consume(w, number, tile_order, launch),
-                apart=dq_warpgroup(producer),
-                **further_warps(producer, number, Turns, softmax_scale),
+                apart=lambda: add_dq(producer),
+                **further_warps(producer, number),
             )
 
     return flash_bwd_kernel
@@ -358,29 +351,17 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     return code or None
 
 
-def further_warps(producer: KeyTileProducer, number: Any, turns: Any, softmax_scale: Any) -> dict[str, Any]:
-    """Arguments of Roles.run() for the warps beside the producer. turns: of OrderKeeper."""
+def further_warps(producer: KeyTileProducer, number: Any) -> dict[str, Any]:
+    """Arguments of Roles.run() for the warps beside the producer."""
     if producer.config.makes_parts:
         ctas = producer.counts.ctas
         make = functools.partial(producer.shared.inputs.make_share, number, ctas)
         if not producer.dynamic:
             return {"assist": make, "assist_warps": MAKERS}
         return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
-    more: tuple[Callable[[], None], ...] = ()
-    if producer.config.is_ordered:
-        keeper = OrderKeeper(producer, turns)
-        more = lambda: keeper.admit(), lambda: keeper.pass_on()
-    elif producer.config.one_tile:
-        more = (lambda: send_dq(producer),)
-    elif producer.shared.rounding is not None:
-        more = (lambda: producer.shared.rounding.round(softmax_scale),)
+    dq = producer.shared.dq
     return {
         "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
-        "more": more,
-        "more_warps": ROUNDING_WARPS if producer.shared.rounding is not None else 1,
+        "more": dq.further_warps(producer),
+        "more_warps": dq.rounding.warps,
     }
-
-
-def dq_warpgroup(producer: KeyTileProducer) -> Callable[[], None] | None:
-    """Function of the warpgroup that computes dQ; None if the consumers do."""
-    return (lambda: add_dq(producer)) if producer.config.dq_apart else None

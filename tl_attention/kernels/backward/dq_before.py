@@ -16,12 +16,11 @@ from tl_attention.kernels.backward.load import key_step
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.seams.pipeline import sync_consumers, wait_for_stores
 from tl_attention.kernels.seams.roles import WARPGROUP
-from tl_attention.kernels.seams.softmax import indices
 
 
 @T.meta_class
 class StepBefore:
-    """The step before in the same tile, if there is one, and the row block of dQ_sum that its dQ goes to.
+    """The step before in the same tile, if there is one, and the row block that its dQ goes to.
 
     Args:
         counted: the row block tells the first step of a tile, so that its number takes no register: -1 until a step has been noted.
@@ -42,7 +41,7 @@ class StepBefore:
 
     @T.inline
     def note(self, row_block):
-        """Note the current step, before the next one begins. row_block: 0 where dQ does not go to dQ_sum from here."""
+        """Note the current step, before the next one begins. row_block: of DqSink."""
         self.row_block[0] = row_block
 
 
@@ -105,7 +104,7 @@ class DqBefore:
         self.config, self.w, self.before, self.first = config, w, before, first
         self.pieces = dq_pieces(config.block_M, key_pass.problem.head_dim, config.warpgroups)[w]
         self.acc_dq, self.last, self.bias_gradient = acc_dq, last, bias_gradient
-        self.tiles, self.shared, self.softmax_scale = launch.tiles, launch.shared, launch.softmax_scale
+        self.shared = launch.shared
 
     @T.inline
     def start(self, step):
@@ -129,17 +128,21 @@ class DqBefore:
         if self.before.exists(step, self.first):
             self.bias_gradient.wait()
             self.shared.dS.release(step - 1)
-            self.shared.adding.wait(step - 1)
-            self.pass_on(self.acc_dq)
-            self.shared.adding.announce(step - 1)
+            self.pass_on(step - 1)
 
     @T.inline
     def add(self, step):
         """Pass dQ of the step before on."""
         if self.before.exists(step, self.first):
-            self.shared.adding.wait(step - 1)
-            self.pass_on(self.acc_dq)
-            self.shared.adding.announce(step - 1)
+            self.pass_on(step - 1)
+
+    @T.inline
+    def pass_on(self, step):
+        """Pass dQ of a step on, when it may be added."""
+        dq = self.shared.dq
+        dq.wait_free(step)
+        dq.add(self.w, self.acc_dq, self.before.row_block[0])
+        dq.announce(step)
 
     @T.inline
     def finish(self, step, turn):
@@ -147,7 +150,7 @@ class DqBefore:
         shared, config = self.shared, self.config
         shared.dS.wait(step)
         # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
-        shared.adding.wait(step)
+        shared.dq.wait_free(step)
         self.multiply(step, self.last)
         self.bias_gradient.store(step)
         T.wait_wgmma(0)
@@ -156,8 +159,8 @@ class DqBefore:
         if config.is_dynamic:
             for other in tuple(range(config.warpgroups)):
                 shared.K.release(key_step(config, turn, other))
-        self.pass_on(self.last)
-        shared.adding.announce(step)
+        shared.dq.add(self.w, self.last, self.before.row_block[0])
+        shared.dq.announce(step)
         if not config.is_dynamic:
             sync_consumers(WARPGROUP * config.warpgroups)  # all warpgroups have read K
 
@@ -174,13 +177,3 @@ class DqBefore:
                     policy=T.GemmWarpPolicy.FullRow,
                     clear_accum=other == 0,
                 )
-
-    @T.inline
-    def pass_on(self, acc_dq):
-        """Add dQ to the sums, or leave it to the warp that stores dQ."""
-        if self.config.one_tile:
-            self.shared.adding.write(self.w, acc_dq, self.softmax_scale)
-        else:
-            for i in indices(acc_dq):
-                rows, cols = self.pieces[i]
-                self.tiles.dQ_sum.add(acc_dq[i], self.before.row_block[0] + rows.start // 16, cols.start)

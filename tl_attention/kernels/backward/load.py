@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import BwdPass
-from tl_attention.kernels.backward.dq_sinks.round import DQ_WARPS, key_policy
+from tl_attention.kernels.backward.dq_sinks.round import key_policy
 from tl_attention.kernels.backward.key_tiles import KeyTile, KeyTileCounts
 from tl_attention.kernels.scores.options import OptionArguments
 from tl_attention.kernels.seams.scheduler import TileOrder, TileStream
@@ -182,14 +182,13 @@ class KeyTileProducer:
         tile = self.tile()
         blocks = self.blocks(tile, with_places=True)
         box = self.shared.tile_box
-        rounding = self.shared.rounding
+        dq = self.shared.dq
         # A CTA draws its first tile, too, where tiles wait for others, so it waits only for CTAs that run
-        all_drawn = self.config.is_ordered or rounding is not None
         stream = TileStream(
-            "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, all_drawn
+            "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, dq.tiles_wait
         )
         turn = T.alloc_var("int32", init=0)
-        if all_drawn:
+        if dq.tiles_wait:
             stream.draw_ticket()
             stream.next_number()
         while self.has_next(stream):
@@ -205,9 +204,7 @@ class KeyTileProducer:
                 stream.draw_ticket()
                 stream.next_number()
             elif self.config.is_split:
-                if rounding is not None:  # a part without queries
-                    if T.get_thread_binding() % 32 == 0:
-                        rounding.count_added(tile, DQ_WARPS)
+                dq.rounding.count_empty(tile)  # a part without queries
                 stream.draw_ticket()
                 stream.next_number()
             elif tile.by_sequence:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.config.part_configs import splits_keys
-from tl_attention.kernels.backward.dq_sinks.apart import DqSums
-from tl_attention.kernels.backward.dq_sinks.one_tile import DqTiles
-from tl_attention.kernels.backward.dq_sinks.order import AddingOrder, AnyOrder
-from tl_attention.kernels.backward.key_tiles import KeyTileBox, dq_pieces, key_chunk
+from tl_attention.kernels.backward.dq_sinks.sink import DqSink
+from tl_attention.kernels.backward.key_tiles import KeyTileBox, key_chunk
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.scores.linear_bias import alloc_bias_columns
 from tl_attention.kernels.scores.staged import alloc_staged
@@ -64,15 +63,6 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
     return alloc_exchange(config.order != "", *shape, "dS", readers)
 
 
-def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles:
-    """Barriers or tiles through which dQ of a step leaves."""
-    warps = 4 if config.dq_apart else 4 * config.warpgroups
-    if config.one_tile:
-        pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)
-        return DqTiles(pieces, problem.dtype_of("dq"), warps)
-    return AddingOrder(warps) if config.is_ordered else AnyOrder()
-
-
 def alloc_shared_tiles(
     problem: AttnProblem,
     config: BwdPass,
@@ -80,9 +70,9 @@ def alloc_shared_tiles(
     V: TileRing | None,
     dV: Any,
     inputs: Any,
-    rounding: Any,
+    alloc_dq: Callable[[], DqSink],
 ) -> SharedTiles:
-    """Allocate the remaining SharedTiles of a CTA."""
+    """Allocate the remaining SharedTiles of a CTA. alloc_dq: makes the way of dQ, with its shared memory."""
     dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
     dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
@@ -110,10 +100,8 @@ def alloc_shared_tiles(
         dS=alloc_ds(problem, config),
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if has_dk else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
-        adding=alloc_adding(problem, config),
-        dq_sums=DqSums(name="dq_sums") if config.dq_apart else None,
+        dq=alloc_dq(),
         bias_columns=alloc_bias_columns(problem, block_M) if config.has_linear_bias(problem) else None,
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
         inputs=inputs,
-        rounding=rounding,
     )

@@ -395,10 +395,6 @@ class KeyStep:
     def advance(self):
         """Go to the next query block."""
         if self.key_pass.shares_dS:
-            stays = self.config.one_tile or self.config.dq_apart
-            row_block = (
-                0 if stays else self.tiles.dq_row_block(self.tile, self.blocks.head, self.blocks.query)
-            )
-            self.before.note(row_block)
+            self.before.note(self.shared.dq.row_block(self.tiles, self.tile, self.blocks))
         self.bias_gradient.locate(self.blocks)
         self.scores.advance(self.mask, self.blocks)

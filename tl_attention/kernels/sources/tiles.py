@@ -329,21 +329,19 @@ class SharedTiles:
     dK: Any = None
     dV: Any = None
     tile_box: Any = None  # scheduler.TileBox or key_tiles.KeyTileBox
-    adding: Any = None  # order.AddingOrder or AnyOrder, one_tile.DqTiles
-    dq_sums: Any = None  # apart.DqSums
+    dq: Any = None  # dq_sinks.sink.DqSink
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # linear_bias.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory
     inputs: Any = None  # input_parts.InputParts, in global memory
-    rounding: Any = None  # round.DqRounding, in global memory
 
 
 @dataclass(frozen=True)
 class DenseGradTiles:
     """Tiles of a backward pass, as in DenseTiles; methods for rows of queries take the query head as an argument.
 
-    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dQ_sum, dK_parts, dV_parts: FragmentBlocks.
+    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dK_parts, dV_parts: FragmentBlocks.
     """
 
     Q: Any
@@ -359,7 +357,6 @@ class DenseGradTiles:
     K_parts: Any = None  # where the pass stores their parts
     V_parts: Any = None
     dQ: Any = None
-    dQ_sum: Any = None
     dK: Any = None
     dV: Any = None
     dK_parts: Any = None
@@ -420,8 +417,9 @@ class DenseGradTiles:
     def dv(self, tile: Any, start: Any, rows: int) -> Any:
         return self.key_rows(self.dV, tile, start, rows, self.head_dim_v)
 
-    def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
-        return self.dQ_sum.row_block(tile.batch * self.Q.shape[2] + head, start)
+    def dq_row_block(self, sums: FragmentBlocks, tile: Any, head: Any, start: Any) -> Any:
+        """Row block in the sums of dQ."""
+        return sums.row_block(tile.batch * self.Q.shape[2] + head, start)
 
     def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
         """Row block in dK_parts or dV_parts."""
@@ -459,7 +457,7 @@ class SplitGradTiles(DenseGradTiles):
 class PackedGradTiles(DenseGradTiles):
     """Tiles of a backward pass over packed sequences: Q, K, V, dO, dQ, dK, dV in the view of packed().
 
-    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, dQ_sum, dK_parts and dV_parts a sequence starts at its padded_q or
+    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, in sums of dQ, dK_parts and dV_parts a sequence starts at its padded_q or
     padded_k.
     """
 
@@ -489,8 +487,8 @@ class PackedGradTiles(DenseGradTiles):
     def key_rows(self, tensor: Any, tile: Any, start: Any, rows: int, cols: int) -> Any:
         return packed_rows(tensor, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
-    def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
-        return self.dQ_sum.packed_row_block(tile, head, start)
+    def dq_row_block(self, sums: FragmentBlocks, tile: Any, head: Any, start: Any) -> Any:
+        return sums.packed_row_block(tile, head, start)
 
     def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
         return parts.row_block(tile.part * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.backward.dq_sinks.order import AddingOrder
-from tl_attention.kernels.backward.dq_sinks.round import RowMajorBlocks
+from tl_attention.kernels.backward.dq_sinks.order import AddingOrder, AnyOrder
+from tl_attention.kernels.backward.dq_sinks.round import NoRounding, Rounding, RowMajorBlocks
 from tl_attention.kernels.backward.load import KeyTileProducer, key_step
 
 ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
 
 
 @T.meta_class
-class DqSums:
-    """Shared memory in which dQ waits to be added. Needs add_by_tma.cuh."""
+class DqMemory:
+    """Shared memory in which dQ waits to be added by TMA. Needs add_by_tma.cuh."""
 
     def __init__(self, name: str = "dq_sums"):
         self.tile = T.alloc_shared([ROWS * COLUMNS], "float32")
@@ -45,33 +46,33 @@ class DqSums:
         )
 
 
-@T.meta_class
-class TakenTurns:
-    """Turns in which the warps of dQ add. Needs fence_additions.cuh.
+@dataclass(frozen=True)
+class SumsByTma:
+    """DqSink of a pass in which the consumers do not compute dQ: add_dq() does, and adds it to sums in global memory.
 
     Args:
-        adding: AddingOrder of these warps.
+        turns: of order.OrderKeeper.
+        rounding: the sums, and how they are rounded.
     """
 
-    def __init__(self, adding: AddingOrder, name: str = "turns"):
-        self.adding = adding
-        self.step = T.alloc_var("int32", init=-1)  # whose additions are under way; -1: none are
+    order: AnyOrder | AddingOrder
+    turns: Any
+    rounding: Rounding | NoRounding
+    softmax_scale: Any
+    memory: DqMemory
 
-    @T.inline
-    def end(self):
-        """Announce the additions that are under way, when they are complete."""
-        T.tma_store_wait(0, False)
-        self.adding.announce(self.step[0])
-        self.step[0] = -1
+    @property
+    def tiles_wait(self) -> bool:
+        return self.order.tiles_wait or self.rounding.tiles_wait
 
-    @T.inline
-    def begin(self, step):
-        """End the turn of the step before, and wait for that of a step."""
-        if self.step[0] >= 0:
-            self.end()
-        self.adding.wait(step)
-        T.evaluate(T.call_extern("handle", "tl_attention_fence_additions"))
-        self.step[0] = step
+    def row_block(self, tiles: Any, tile: Any, blocks: Any) -> Any:
+        return 0
+
+    def further_warps(self, producer: KeyTileProducer) -> tuple[Callable[[], None], ...]:
+        return (
+            *self.order.further_warps(producer, self.turns),
+            *self.rounding.further_warps(self.softmax_scale),
+        )
 
 
 def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
@@ -82,9 +83,9 @@ def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
 
 @T.macro
 def add_step(producer, acc_dq, turns, step, tile, blocks):
-    """Compute dQ = dS K of a step, and add it to the sums. turns: TakenTurns; None: in any order."""
-    tiles, shared, config = producer.tiles, producer.shared, producer.config
-    row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
+    """Compute dQ = dS K of a step, and add it to the sums. turns: of order.by_tma()."""
+    shared, config, sums = producer.shared, producer.config, producer.shared.dq.rounding.sums
+    row_block = producer.tiles.dq_row_block(sums, tile, blocks.head, blocks.query)
     shared.dS.wait(step)
     for first_row, first_col in pieces(producer):
         for w in tuple(range(config.warpgroups)):
@@ -99,25 +100,16 @@ def add_step(producer, acc_dq, turns, step, tile, blocks):
         T.wait_wgmma(0)
         if (first_row, first_col) == pieces(producer)[-1]:
             shared.dS.release(step)
-        if turns is not None and (first_row, first_col) == (0, 0):
+        if (first_row, first_col) == (0, 0):
             turns.begin(step)
-        shared.dq_sums.add(acc_dq, tiles.dQ_sum, row_block + first_row // 16, first_col)
-
-
-@T.macro
-def report(producer, tile):
-    """Count this warp's rows of a tile as added, for the warps that round dQ."""
-    T.tma_store_wait(0, False)
-    if T.get_thread_binding() % 32 == 0:
-        rounding = producer.shared.rounding
-        rounding.count_added(tile, rounding.weight(tile, producer.tiles))
+        shared.dq.memory.add(acc_dq, sums, row_block + first_row // 16, first_col)
 
 
 def add_dq(producer: KeyTileProducer) -> None:
     """Add dQ of each step of a CTA."""
-    config, ring, rounding = producer.config, producer.shared.K, producer.shared.rounding
+    config, ring, sink = producer.config, producer.shared.K, producer.shared.dq
     acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
-    turns = TakenTurns(producer.shared.adding) if config.is_ordered else None
+    turns = sink.order.by_tma()
 
     def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:
         for w in range(config.warpgroups):
@@ -125,19 +117,16 @@ def add_dq(producer: KeyTileProducer) -> None:
 
     def begin_tile(turn: Any, tile: Any) -> None:
         for_all_keys(lambda step: T.evaluate(ring.wait(step)), turn)
-        if rounding is not None:
-            rounding.await_slot(tile)
+        sink.rounding.await_slot(tile)
 
     def end_tile(turn: Any, tile: Any) -> None:
-        if turns is not None:
-            turns.end()
+        turns.end()
         for_all_keys(ring.release, turn)
-        if rounding is not None:
-            report(producer, tile)
+        sink.rounding.report(tile, producer.tiles)
 
     producer.walk(
         lambda *place: add_step(producer, acc_dq, turns, *place),
         begin=begin_tile,
         end=end_tile,
     )
-    T.evaluate(T.tma_store_wait(0, False))  # TMA reads dq_sums, which end with the CTA
+    T.evaluate(T.tma_store_wait(0, False))  # TMA reads the shared memory, which ends with the CTA

@@ -6,10 +6,12 @@ last query and column.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.backward.dq_sinks.round import NoRounding
 from tl_attention.kernels.backward.key_tiles import Piece, piece_shape
 from tl_attention.kernels.backward.load import KeyTileProducer
 from tl_attention.kernels.seams.pipeline import WrittenTiles, alloc_each, fragment_address, store_fragment
@@ -18,26 +20,40 @@ from tl_attention.kernels.seams.products import scale
 
 @T.meta_class
 class DqTiles(WrittenTiles):
-    """Shared tiles of dQ of a step: a piece per warpgroup that computes some.
+    """DqSink of shared tiles of dQ of a step, which TMA stores: a piece per warpgroup that computes some.
 
     Args:
         pieces: key_tiles.dq_pieces().
     """
 
-    def __init__(self, pieces: list[list[Piece]], dtype: str, consumer_warps: int, name: str = "dq_tiles"):
+    rounding = NoRounding()
+    tiles_wait = False
+
+    def __init__(
+        self,
+        pieces: list[list[Piece]],
+        dtype: str,
+        consumer_warps: int,
+        softmax_scale: Any,
+        name: str = "dq_tiles",
+    ):
         self.pieces, self.dtype = [piece for of_one in pieces for piece in of_one], dtype
+        self.softmax_scale = softmax_scale
         self.tiles = alloc_each(len(self.pieces), piece_shape(self.pieces[0]), dtype, name="dQ")
         self.full = T.alloc_barrier([consumer_warps])  # every warp has written its share
         self.empty = T.alloc_barrier([1])  # TMA has read the tiles
 
-    def wait(self, step: Any) -> Any:
+    def row_block(self, tiles: Any, tile: Any, blocks: Any) -> Any:
+        return 0
+
+    def wait_free(self, step: Any) -> Any:
         return T.mbarrier_wait_parity(self.empty[0], step % 2 ^ 1)
 
     @T.inline
-    def write(self, w, acc_dq, softmax_scale):
+    def add(self, w, acc_dq, row_block):
         """Write the piece of a warpgroup, if it has one."""
         for n in tuple(range(len(acc_dq))):
-            scale((acc_dq[n],), softmax_scale)
+            scale((acc_dq[n],), self.softmax_scale)
             if acc_dq[n].shape[1] == 64:
                 rounded = T.alloc_fragment(acc_dq[n].shape, self.dtype)
                 T.copy(acc_dq[n], rounded)
@@ -56,8 +72,8 @@ class DqTiles(WrittenTiles):
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.empty[0])
 
+    def further_warps(self, producer: KeyTileProducer) -> tuple[Callable[[], None], ...]:
+        def send(step: Any, tile: Any, blocks: Any) -> None:
+            self.send(step, producer.tiles, tile, blocks)
 
-def send_dq(producer: KeyTileProducer) -> None:
-    """Store dQ of each step of a CTA."""
-    dq = producer.shared.adding
-    producer.walk(lambda step, tile, blocks: dq.send(step, producer.tiles, tile, blocks))
+        return (lambda: producer.walk(send),)

@@ -11,6 +11,7 @@ tile before is a step ahead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +39,27 @@ class OrderedBlocks(FragmentBlocks):
 
 
 class AnyOrder:
-    """Additions that wait for nothing."""
+    """Additions that wait for nothing; with the methods of AddingOrder and TmaTurns."""
+
+    tiles_wait = False
 
     def wait(self, step: Any) -> None:
         return None
 
     def announce(self, step: Any) -> None:
         return None
+
+    def by_tma(self) -> AnyOrder:
+        return self
+
+    def begin(self, step: Any) -> None:
+        return None
+
+    def end(self) -> None:
+        return None
+
+    def further_warps(self, producer: KeyTileProducer, turns: Any) -> tuple[Callable[[], None], ...]:
+        return ()
 
 
 @T.meta_class
@@ -53,6 +68,8 @@ class AddingOrder:
 
     A step is admitted after the turn of the step before the last has been taken on, so no barrier is two phases ahead of who waits.
     """
+
+    tiles_wait = True
 
     def __init__(self, consumer_warps: int, name: str = "adding"):
         self.admitted = T.alloc_barrier([1, 1])  # the consumers may add dQ of the step
@@ -68,39 +85,75 @@ class AddingOrder:
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.added[step % 2])
 
+    def by_tma(self) -> TmaTurns:
+        """Turns of a warp that adds by TMA."""
+        return TmaTurns(self)
+
+    def further_warps(self, producer: KeyTileProducer, turns: Any) -> tuple[Callable[[], None], ...]:
+        """Functions of the warps that keep the order. turns: of OrderKeeper."""
+        keeper = OrderKeeper(producer, self, turns)
+        return keeper.admit, keeper.pass_on
+
+
+@T.meta_class
+class TmaTurns:
+    """Turns of a warp that adds by TMA: additions of a step are announced when the next one begins. Needs fence_additions.cuh."""
+
+    def __init__(self, adding: AddingOrder, name: str = "turns"):
+        self.adding = adding
+        self.step = T.alloc_var("int32", init=-1)  # whose additions are under way; -1: none are
+
+    @T.inline
+    def begin(self, step):
+        """End the turn of the step before, and wait for that of a step."""
+        if self.step[0] >= 0:
+            self.end()
+        self.adding.wait(step)
+        T.evaluate(T.call_extern("handle", "tl_attention_fence_additions"))
+        self.step[0] = step
+
+    @T.inline
+    def end(self):
+        """Announce the additions that are under way, when they are complete."""
+        T.tma_store_wait(0, False)
+        self.adding.announce(self.step[0])
+        self.step[0] = -1
+
 
 @dataclass(frozen=True)
 class OrderKeeper:
     """The two warps that keep the order of a CTA's additions.
 
     Args:
+        adding: the barriers through which they see the warps that add.
         turns: int32, one per row block of dQ_sum; read and written at the first row block of a step.
     """
 
     producer: KeyTileProducer
+    adding: AddingOrder
     turns: Any
 
     def place(self, tile: Any, blocks: Any) -> Any:
         """Address of the turn of a step."""
-        return T.address_of(self.turns[self.producer.tiles.dq_row_block(tile, blocks.head, blocks.query)])
+        producer = self.producer
+        sums = producer.shared.dq.rounding.sums
+        return T.address_of(self.turns[producer.tiles.dq_row_block(sums, tile, blocks.head, blocks.query)])
 
     @T.inline
     def admit_step(self, step, tile, blocks):
-        adding = self.producer.shared.adding
-        T.mbarrier_wait_parity(adding.taken_on[step % 2], step // 2 % 2 ^ 1)
+        T.mbarrier_wait_parity(self.adding.taken_on[step % 2], step // 2 % 2 ^ 1)
         if T.get_thread_binding() % 32 == 0:
             if blocks.query + self.producer.config.block_M > tile.shared_from[0]:
                 T.evaluate(
                     T.call_extern("handle", "tl_attention_await_turn", self.place(tile, blocks), tile.rank[0])
                 )
-            T.mbarrier_arrive(adding.admitted[step % 2])
+            T.mbarrier_arrive(self.adding.admitted[step % 2])
 
     @T.inline
     def pass_step_on(self, step, tile, blocks):
-        adding = self.producer.shared.adding
-        T.mbarrier_wait_parity(adding.added[step % 2], step // 2 % 2)
+        T.mbarrier_wait_parity(self.adding.added[step % 2], step // 2 % 2)
         if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(adding.taken_on[step % 2])
+            T.mbarrier_arrive(self.adding.taken_on[step % 2])
             T.evaluate(
                 T.call_extern("handle", "tl_attention_pass_turn", self.place(tile, blocks), tile.rank[0] + 1)
             )

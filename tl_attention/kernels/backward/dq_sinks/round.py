@@ -17,6 +17,7 @@ CTAs run, they go on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,27 @@ class RecycledBlocks(RowMajorBlocks):
 
 
 @dataclass(frozen=True)
+class NoRounding:
+    """Sums of dQ that a kernel after the pass rounds, or None."""
+
+    warps, tiles_wait = 1, False
+
+    sums: FragmentBlocks | None = None
+
+    def await_slot(self, tile: Any) -> None:
+        return None
+
+    def report(self, tile: Any, tiles: Any) -> None:
+        return None
+
+    def count_empty(self, tile: Any) -> None:
+        return None
+
+    def further_warps(self, softmax_scale: Any) -> tuple[Callable[[], None], ...]:
+        return ()
+
+
+@dataclass(frozen=True)
 class Rounding:
     """Sums of dQ that are rounded beside the pass that adds to them.
 
@@ -99,6 +121,7 @@ class Rounding:
     """
 
     loop = ""
+    warps, tiles_wait = ROUNDING_WARPS, True
 
     problem: AttnProblem
     config: BwdPass
@@ -133,6 +156,19 @@ class Rounding:
         counter = T.address_of(self.progress[self.counter(tile)])
         return T.evaluate(T.call_extern("handle", "tl_attention_count", counter, number))
 
+    @T.inline
+    def report(self, tile, tiles):
+        """Count this warp's rows of a tile as added."""
+        T.tma_store_wait(0, False)
+        if T.get_thread_binding() % 32 == 0:
+            self.count_added(tile, self.weight(tile, tiles))
+
+    @T.inline
+    def count_empty(self, tile):
+        """Count a part without queries as added, for all warps that add."""
+        if T.get_thread_binding() % 32 == 0:
+            self.count_added(tile, DQ_WARPS)
+
     def _call(self, memory: Any, softmax_scale: Any) -> Any:
         arguments = (
             T.address_of(self.progress[0]),
@@ -144,6 +180,9 @@ class Rounding:
         )
         name = f"{self.loop}<{self.problem.head_dim}, {ROUND_STAGES}>"
         return T.evaluate(T.call_extern("handle", name, *arguments))
+
+    def further_warps(self, softmax_scale: Any) -> tuple[Callable[[], None], ...]:
+        return (lambda: self.round(softmax_scale),)
 
     @T.inline
     def round(self, softmax_scale):

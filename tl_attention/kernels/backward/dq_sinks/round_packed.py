@@ -19,16 +19,13 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.kernels.backward.dq_sinks.round import (
     BLOCKS_PER_TILE,
-    DqRounding,
-    RecycledBlocks,
     Rounding,
     RowMajorBlocks,
 )
 from tl_attention.kernels.sources.sequence_order import sequence_tiles
-from tl_attention.problem.attn_problem import FAR, TABLE_ROWS, AttnProblem
+from tl_attention.problem.attn_problem import FAR, TABLE_ROWS
 
 # Steps add to whole blocks, also behind the last query: 0, or NaN where a key is. The next sequence in the slot may have queries there
 ALL_BLOCKS = "ROUNDED_ROWS / 16"
@@ -84,30 +81,3 @@ class PackedRounding(Rounding):
     def loop_arguments(self) -> tuple:
         table = T.address_of(self.table[0, 0]), self.table.shape[0]
         return *table, self.heads_kv, self.counts.heads_per_kv, self.counts.parts, self.sums.ring
-
-
-def rounding_of(
-    problem: AttnProblem,
-    config: BwdPass,
-    dQ: Any,
-    dQ_sum: Any,
-    progress: Any,
-    counts: Any,
-    heads_kv: Any,
-    slots: Any,
-    rounded_q: Any,
-    table: Any,
-) -> Rounding:
-    """Rounding of a pass, with its sums in dQ_sum.
-
-    Args:
-        slots: as DqRounding has them; with packed sequences those of the ring.
-        rounded_q: rows of the sums of a head.
-        table: tile table of keys with packed sequences, else None.
-    """
-    common = problem, config, dQ
-    launch = progress, counts, heads_kv
-    if table is None:
-        sums = RecycledBlocks(dQ_sum, rounded_q // 16, slots * counts.heads_per_kv)
-        return DqRounding(*common, sums, *launch, rounded_q, slots)
-    return PackedRounding(*common, RingBlocks(dQ_sum, None, slots, counts.heads_per_kv), *launch, table)

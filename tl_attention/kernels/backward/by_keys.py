@@ -10,7 +10,7 @@ A pass computes one or two of the gradients if registers do not hold dK and dV t
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tilelang.language as T
@@ -32,9 +32,10 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import fill_bias_columns
-from tl_attention.kernels.scores.options import OptionArguments, option_arguments, prelude
+from tl_attention.kernels.scores.options import option_arguments, prelude
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
+from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, wait_for_stores
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.softmax import LOG2E, SMALLEST_SCALE
@@ -87,8 +88,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     args = KeyPassArguments.of(problem, config)
     batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
-    extra = option_arguments(problem)
-    fp32_inputs = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
+    option_types = option_arguments(problem)
+    input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
     splits, stores_parts = splits_keys(problem, config.makes), stores_key_parts(problem, config.makes)
 
     @T.macro
@@ -184,21 +185,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         sum_slots: T.int32 if rounds else False,
         K_parts: args.K_parts,
         V_parts: args.V_parts,
-        left: extra.left,
-        right: extra.right,
-        softcap: extra.softcap,
-        Slopes: extra.Slopes,
-        Sink: extra.Sink,
-        Rng: extra.Rng,
-        drop_below: extra.drop_below,
-        Table: extra.Table,
-        Q_input: fp32_inputs.first,
-        dO_input: fp32_inputs.second,
-        Progress: fp32_inputs.Progress,
-        tiles_ahead: fp32_inputs.tiles_ahead,
     ):
-        traced = traced_arguments(problem)
-        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
+        options = declare(option_types)
+        fp32_inputs = declare(input_types, first="Q_input", second="dO_input")
+        options = replace(options, traced=traced_arguments(problem))
         counts = key_tiles.KeyTileCounts(
             heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas, whole
         )
@@ -206,15 +196,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
-            inputs = InputParts(
-                problem, (Q_input, Q), (dO_input, dO), Progress, config.part_stages, tiles_ahead
-            )
-            sizes = counts, heads_kv, sum_slots, args.rounded_q, Table if varlen else None
+            inputs = InputParts.of(problem, fp32_inputs, (Q, dO), config.part_stages)
+            sizes = counts, heads_kv, sum_slots, args.rounded_q, options.Table if varlen else None
             rounding = rounding_of(problem, config, (dQ, dQ_sum, Progress_dq), *sizes)
             alloc_dq = functools.partial(alloc_dq_sink, problem, config, rounding, Turns, softmax_scale)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
             order_heads = heads_kv * key_tiles.order_parts(config, counts)
-            all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
+            all_heads, table = (order_heads, options.Table) if varlen else (order_heads * batch, None)
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             if config.is_split:

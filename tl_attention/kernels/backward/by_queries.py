@@ -5,6 +5,8 @@ consumer warpgroup owns 64 queries. The producer warp fills rings of K and V til
 Delta first.
 """
 
+from dataclasses import replace
+
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import BwdPass, sum_columns
@@ -13,10 +15,11 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.scores.mask import Mask
-from tl_attention.kernels.scores.options import OptionArguments, Scores, option_arguments, prelude
+from tl_attention.kernels.scores.options import Scores, option_arguments, prelude
 from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
+from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.seams.products import (
     alloc_further_parts,
@@ -74,7 +77,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # Not the same object: one object for both arguments would alias them
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     dq_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
-    extra = option_arguments(problem)
+    option_types = option_arguments(problem)
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -256,17 +259,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         m_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
-        left: extra.left,
-        right: extra.right,
-        softcap: extra.softcap,
-        Slopes: extra.Slopes,
-        Sink: extra.Sink,
-        Rng: extra.Rng,
-        drop_below: extra.drop_below,
-        Table: extra.Table,
     ):
-        traced = traced_arguments(problem)
-        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
+        options = replace(declare(option_types), traced=traced_arguments(problem))
         counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
         code = prelude(problem, roles, source("rows") if problem.dtype_of("dq") == "float32" else "")
         with T.Kernel(ctas, threads=roles.block, prelude=code) as number:
@@ -278,7 +272,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 K=input_ring(problem, "K", [config.num_stages, block_N], head_dim, consumers // 32),
                 V=input_ring(problem, "V", [config.num_stages_do, block_N], head_dim_v, consumers // 32),
             )
-            all_heads, table = (heads, Table) if varlen else (heads * batch, None)
+            all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(
                 counts, problem.is_uneven, heads, all_heads, None, table, TABLE_ROWS // block_M
             )

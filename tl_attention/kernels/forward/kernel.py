@@ -6,7 +6,7 @@ the step before. Steps go from the last key block to the first; with near_first 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tilelang.language as T
@@ -30,15 +30,16 @@ from tl_attention.kernels.scores.softcap import PolynomialCap
 from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
+from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
 from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_kept
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
 from tl_attention.kernels.sources.block_lists import key_blocks
-from tl_attention.kernels.sources.pages import CachePages, page_arguments, paged_loads
-from tl_attention.kernels.sources.shared_tiles import PIECES, SharedPieces, stream_of
-from tl_attention.kernels.sources.tiles import DenseTiles, FragmentBlocks, SharedTiles, input_arguments
+from tl_attention.kernels.sources.pages import page_arguments, paged_loads
+from tl_attention.kernels.sources.shared_tiles import PIECES, PieceArguments, SharedPieces, stream_of
+from tl_attention.kernels.sources.tiles import DenseTiles, SharedTiles, input_arguments
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -65,14 +66,16 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
         Tickets: int32 [2], zeros before and after the kernel. With the schedule shared [ctas or more], see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
-        With options: the fields of OptionArguments follow.
+    Then, each group where the problem or the config asks for it, the fields of
+        options.OptionArguments: of options.
+        pages.CachePages: config.page_rows, keys are in pages whose size is a multiple of it, see tiles.PagedKeys.
+        shared_tiles.PieceArguments: schedule shared.
+        input_parts.InputArguments: config.makes_parts. K and V hold the parts of the first heads before.
+        traced_arguments.TracedArguments: of a program.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
-    config.makes_parts: the fields of input_parts.InputArguments follow last. K and V hold the parts of the first heads before.
-    schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.of.
-    config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
@@ -101,10 +104,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     )  # O is stored through the tile of its queries
     slots = QuerySlots(config, O_in_Q, first_row)
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
-    pieces_view = FragmentBlocks.argument(T.dynamic("piece_blocks"), head_dim_v + 8) if shares else False
-    extra = option_arguments(problem)
-    inputs = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
-    paged = page_arguments(config.page_rows > 0)
+    option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
+    piece_types = PieceArguments.of(problem, config)
+    input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
         how = split, hold_max, near_keys_first(problem, config), shares
@@ -328,37 +330,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         m_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
-        left: extra.left,
-        right: extra.right,
-        softcap: extra.softcap,
-        Slopes: extra.Slopes,
-        Sink: extra.Sink,
-        Rng: extra.Rng,
-        drop_below: extra.drop_below,
-        Table: extra.Table,
-        PageTable: paged.Table,
-        page_size: paged.page_size,
-        num_pages: paged.num_pages,
-        page_stride_k: paged.stride_k,
-        page_stride_v: paged.stride_v,
-        Pieces: pieces_view,
-        whole: T.int32 if shares else False,
-        sharers: T.int32 if shares else False,
-        tile_cost: T.int32 if shares and problem.causal else False,
-        K_input: inputs.first,
-        V_input: inputs.second,
-        Progress: inputs.Progress,
-        tiles_ahead: inputs.tiles_ahead,
     ):
-        traced = traced_arguments(problem, hold_max)
+        options = declare(option_types)
+        pages = declare(page_types, Table="PageTable", stride_k="page_stride_k", stride_v="page_stride_v")
+        pieces = declare(piece_types)
+        inputs = declare(input_types, first="K_input", second="V_input")
+        options = replace(options, traced=traced_arguments(problem, hold_max))
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
         more_code += source("any_of_warpgroup") if PolynomialCap.serves(problem, config) else ""
         more_code += store_code(head_dim_v, results.from_registers) + (
             source("split_tile") if parts > 1 else ""
         )
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
-            pairs, stages = ((K_input, K), (V_input, V)), config.part_stages
-            makers = InputParts(problem, *pairs, Progress, stages, tiles_ahead) if makes_parts else None
             shared = SharedTiles(
                 Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, split=True),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
@@ -370,20 +353,16 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 bias_columns=alloc_bias_columns(problem, block_N, has_two_sides(problem, config)),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
-                pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
-                if shares
-                else None,
-                inputs=makers,
+                pieces=SharedPieces.of(config, pieces, Tickets) if shares else None,
+                inputs=InputParts.of(problem, inputs, (K, V), config.part_stages) if makes_parts else None,
             )
-            options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
             longest_first = (problem.is_uneven or problem.has("window")) and not shares
-            all_heads, table = (heads, Table) if varlen else (heads * batch, None)
+            all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(
                 counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M
             )
-            pages = CachePages(PageTable, page_size, num_pages, page_stride_k, page_stride_v)
             loads = paged_loads(problem, config, K, V, pages)
             tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
             launch = Launch(tiles, shared, options, softmax_scale, lse_unit)

@@ -42,6 +42,14 @@ class InputParts:
     tiles_ahead: Any = None
     warps: int = MAKERS
 
+    @classmethod
+    def of(
+        cls, problem: AttnProblem, inputs: InputArguments, parts: tuple[Any, Any], stages: int
+    ) -> InputParts:
+        """Build from the arguments of a kernel. parts: those of the first and of the second input."""
+        pairs = (inputs.first, parts[0]), (inputs.second, parts[1])
+        return cls(problem, *pairs, inputs.Progress, stages, inputs.tiles_ahead)
+
     @T.inline
     def make(self, function, number):
         """Call a function of MAKE_PARTS that makes parts."""

@@ -21,12 +21,34 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.scores.mask import KeyBlocks, Mask
 from tl_attention.kernels.seams.scheduler import Overflows, TileBox, TileOrder, TileStream
 from tl_attention.kernels.seams.softmax import LOWEST, rows_layout
-from tl_attention.kernels.sources.tiles import SharedTiles
+from tl_attention.kernels.sources.tiles import FragmentBlocks, SharedTiles
+from tl_attention.problem.attn_problem import AttnProblem
 
 DONE = 2**30  # past the number of any piece
 FLAGS_FROM = 2  # int32 before those of CTAs in SharedPieces.written
 SHARED = 4  # flag of a piece beside the turns of Overflows: its row max is not held, as another CTA has the rest of the tile
 PIECES = source("pieces", LOWEST=f"{LOWEST:.1e}f")
+
+
+@dataclass(frozen=True)
+class PieceArguments:
+    """Kernel arguments of the schedule shared, or their types; False for one that the kernel lacks. See SharedPieces.
+
+    whole: head_cost where there is a tile_cost.
+    """
+
+    Pieces: Any = False
+    whole: Any = False
+    sharers: Any = False
+    tile_cost: Any = False
+
+    @classmethod
+    def of(cls, problem: AttnProblem, config: FwdConfig) -> PieceArguments:
+        """Types of the arguments of a forward."""
+        if config.schedule != "shared":
+            return cls()
+        pieces = FragmentBlocks.argument(T.dynamic("piece_blocks"), problem.head_dim_v + 8)
+        return cls(pieces, T.int32, T.int32, T.int32 if problem.causal else False)
 
 
 @dataclass(frozen=True)
@@ -51,12 +73,11 @@ class SharedPieces:
     tile_cost: Any
 
     @classmethod
-    def of(
-        cls, config: FwdConfig, tensor: Any, written: Any, whole_or_cost: Any, sharers: Any, tile_cost: Any
-    ) -> SharedPieces:
-        """Build from the launch arguments of forward/kernel.py. whole_or_cost: head_cost where there is a tile_cost, else `whole`."""
-        whole, head_cost = (whole_or_cost, None) if tile_cost is False else (0, whole_or_cost)
-        return cls(config, tensor, written, whole, sharers, head_cost, tile_cost)
+    def of(cls, config: FwdConfig, arguments: PieceArguments, written: Any) -> SharedPieces:
+        """Build from the arguments of forward/kernel.py."""
+        tile_cost = arguments.tile_cost
+        whole, head_cost = (arguments.whole, None) if tile_cost is False else (0, arguments.whole)
+        return cls(config, arguments.Pieces, written, whole, arguments.sharers, head_cost, tile_cost)
 
     def place(self, rank: Any, w: Any) -> Any:
         """Address of the rows of a warpgroup of a CTA."""

@@ -18,7 +18,7 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.forward import assist_warp
 from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.forward.query_slots import QuerySlots
-from tl_attention.kernels.forward.results import results_of, store_code
+from tl_attention.kernels.forward.results import Results, results_of, store_code
 from tl_attention.kernels.forward.row_max import RowMax
 from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.scores.dropout import Dropout
@@ -34,7 +34,7 @@ from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
 from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_kept
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
-from tl_attention.kernels.seams.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
+from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
 from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.pages import page_arguments, paged_loads
@@ -99,9 +99,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
-    O_in_Q = (
-        head_dim == head_dim_v and not results.from_registers
-    )  # O is stored through the tile of its queries
+    # O is stored through the tile of its queries
+    O_in_Q = head_dim == head_dim_v and not results.from_registers
     slots = QuerySlots(config, O_in_Q, first_row)
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
@@ -114,6 +113,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
+        """Load Q of a tile, and K and V of its steps: K of a step, then V of the one before, as the consumers need them."""
         first_query = tiles.first_query(tile, block_M)
         blocks.start(first_query)
         if split:
@@ -129,11 +129,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if persistent:
             shared.tile_box.post(turn, tile, first_step, blocks)
         if two_producers:
-            if persistent:
-                stream.draw_near_end(turn, 0, blocks.steps)
+            stream.draw_near_end(turn, 0, blocks.steps)
             for step in assist_warp.steps_from(config, 1, blocks.steps):
-                if persistent:
-                    stream.draw_near_end(turn, step, blocks.steps)
+                stream.draw_near_end(turn, step, blocks.steps)
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
         else:
             for step in assist_warp.steps_from(config, 1, blocks.steps):
@@ -141,8 +139,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
                 slots.load_late(step == 1, turn, tile, first_query, tiles, shared.Q)
             slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, shared.Q)
-            if persistent:
-                stream.draw(turn)
+            stream.draw(turn)
             last = blocks.steps - 1
             tiles.load_v(shared.V, first_step + last, tile, blocks, last)
 
@@ -184,7 +181,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             if tile.exists:
-                load(tile, 0, 0, blocks, tiles, shared, None)
+                load(tile, 0, 0, blocks, tiles, shared, OneTile())
 
     @T.macro
     def start_scores(w, q_step, step, block, shared, scores, acc_s):
@@ -336,12 +333,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         pieces = declare(piece_types)
         inputs = declare(input_types, first="K_input", second="V_input")
         options = replace(options, traced=traced_arguments(problem, hold_max))
-        more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
-        more_code += source("any_of_warpgroup") if PolynomialCap.serves(problem, config) else ""
-        more_code += store_code(head_dim_v, results.from_registers) + (
-            source("split_tile") if parts > 1 else ""
-        )
-        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
+        code = prelude(problem, roles, cuda_code(problem, config, results))
+        with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
             shared = SharedTiles(
                 Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, split=True),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
@@ -374,3 +367,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             )
 
     return flash_fwd_kernel
+
+
+def cuda_code(problem: AttnProblem, config: FwdConfig, results: Results) -> str:
+    """CUDA that the parts of a forward need."""
+    code = PIECES if config.schedule == "shared" else MAKE_PARTS if config.makes_parts else ""
+    if PolynomialCap.serves(problem, config):
+        code += source("any_of_warpgroup")
+    code += store_code(problem.head_dim_v, results.from_registers)
+    return code + source("split_tile") if problem.parts > 1 else code

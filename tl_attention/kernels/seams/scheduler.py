@@ -339,6 +339,16 @@ class Overflows:
             T.mbarrier_arrive(self.done[turn % 2])
 
 
+class OneTile:
+    """Stand-in for the TileStream of a CTA that computes one tile: there is no other to draw."""
+
+    def draw(self, *others: Any) -> None:
+        return None
+
+    def draw_near_end(self, *others: Any) -> None:
+        return None
+
+
 @T.meta_class
 class TileStream:
     """Sequence of the tiles that a CTA computes, for its producer.

@@ -102,6 +102,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     # O is stored through the tile of its queries
     O_in_Q = head_dim == head_dim_v and not results.from_registers
     slots = QuerySlots(config, O_in_Q, first_row)
+    results = replace(results, slots=slots)
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
     piece_types = PieceArguments.of(problem, config)
@@ -290,7 +291,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             dropout.scale_kept(output.chunks[n])
 
         row_max.wait_for_first_result()
-        results.store(w, q_step, tile, query, blocks, launch, slots, output.chunks, lse)
+        results.store(w, q_step, tile, query, blocks, launch, output.chunks, lse)
 
     @T.macro
     def consume(w, first_tile, order, launch):

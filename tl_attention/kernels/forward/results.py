@@ -39,6 +39,7 @@ class Results:
     a piece for another CTA instead, or merge the pieces of others.
 
     from_registers: O does not pass through shared memory. shares: the schedule is shared. lse_is_final: nothing is merged into Lse.
+    slots: of Q, which O may leave through; set by the kernel.
     """
 
     Tiles: type[DenseTiles]
@@ -48,11 +49,12 @@ class Results:
     from_registers: bool = False
     shares: bool = False
     lse_is_final: bool = True
+    slots: Any = None
 
     @T.inline
-    def store(self, w, q_step, tile, query, blocks, launch, slots, chunks, lse):
+    def store(self, w, q_step, tile, query, blocks, launch, chunks, lse):
         """Store O of 64 queries, and Lse unless it has been stored."""
-        tiles, shared = launch.tiles, launch.shared
+        tiles, shared, slots = launch.tiles, launch.shared, self.slots
         if self.shares:
             if blocks.partners[0] < 0:
                 shared.pieces.store(blocks.rank[0], w, chunks[0], lse)

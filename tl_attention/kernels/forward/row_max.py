@@ -40,7 +40,7 @@ class RowMax:
 
     Args:
         holds: FwdConfig.hold_max.
-        polynomial: ForwardScores.at_zero().
+        polynomial: that of ForwardScores.at_zero().
         overflows, recomputes: of the tile, where the row max is held.
     """
 

@@ -48,7 +48,7 @@ class DqMemory:
 
 @dataclass(frozen=True)
 class SumsByTma:
-    """DqSink of a pass in which the consumers do not compute dQ: add_dq() does, and adds it to sums in global memory.
+    """DqSink without the calls of consumers, which do not compute dQ: add_dq() does, and adds it to sums in global memory.
 
     Args:
         turns: of order.OrderKeeper.

@@ -87,7 +87,7 @@ class RecycledBlocks(RowMajorBlocks):
 
 @dataclass(frozen=True)
 class NoRounding:
-    """Sums of dQ that a kernel after the pass rounds, or None."""
+    """Sums of dQ that no warp of the pass rounds, with the methods of Rounding. sums None: there are none."""
 
     warps, tiles_wait = 1, False
 
@@ -118,6 +118,8 @@ class Rounding:
 
     Attributes:
         loop: CUDA function that the warps that round run.
+        warps: number of these.
+        tiles_wait: as DqSink has it.
     """
 
     loop = ""

@@ -72,7 +72,7 @@ def test_a_group_fits_the_slots(units, tiles, causal):
 
 
 def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, int]]:
-    """(unit, count) of each tile in the order in which CTAs draw them: bwd_tiles.SplitOrder and scheduler.Tile in Python."""
+    """(unit, count) of each tile in the order in which CTAs draw them: key_tiles.SplitOrder and scheduler.Tile in Python."""
     n_blocks, group, _ = buffers.counts
     tiles = units * n_blocks
     numbers = [(n, buffers.parts) for n in range(buffers.whole)]

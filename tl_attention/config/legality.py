@@ -37,7 +37,7 @@ from tl_attention.problem.target import SMEM_LIMIT
 BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # seams.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
-KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
+KEY_TABLE_BOX_BYTES = 128  # backward.key_tiles.KeyTileBox with a tile table
 LARGE_BOX_BYTES = (
     96  # KeyTileBox without a table: with the schedule ordered, or with five counts of query blocks
 )

@@ -396,7 +396,7 @@ def cpu_steps(monkeypatch):
         calls.append((deterministic, config))
         grads = attention_backward_reference(dout, q, k, v, softmax_scale, causal)
         factor = 1.1 if len(calls) > 1 and config == BWD_CANDIDATES[1] else 1.0
-        return tuple((factor * grad).to(q.dtype) for grad in grads)
+        return {name: (factor * grad).to(q.dtype) for name, grad in zip("qkv", grads, strict=True)}
 
     monkeypatch.setattr("tl_attention.launch.forward", fwd)
     monkeypatch.setattr("tl_attention.launch.backward", bwd)

@@ -231,7 +231,9 @@ def test_bwd_of_queries_without_keys_is_zero_for_any_dlse(value, deterministic):
     dlse[:, :, :130] = value
     finite = dlse.nan_to_num(0.0, 0.0, 0.0)
     out, lse = launch.forward(q, k, v, 0.1, True, False)
-    grads = launch.backward(dout, q, k, v, out, lse, 0.1, True, False, False, deterministic, dlse)
+    grads = tuple(
+        launch.backward(dout, q, k, v, out, lse, 0.1, True, False, False, deterministic, dlse).values()
+    )
     verdict = check_bwd(grads, dout, q, k, v, 0.1, True, finite)
     assert verdict.ok, verdict.text
 
@@ -303,7 +305,7 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
     out, lse = launch.forward(q, k, v, 0.1, shape.causal, False, heads_first)
     options = (0.1, shape.causal, False, heads_first, deterministic)
     launch.backward(dout, q, k, v, out, lse, *options)  # compiles the kernels
-    peak, grads = requested_bytes(lambda: launch.backward(dout, q, k, v, out, lse, *options))
+    peak, grads = requested_bytes(lambda: tuple(launch.backward(dout, q, k, v, out, lse, *options).values()))
 
     direction = "bwd_det" if deterministic else "bwd"
     problem = shape.problem("bfloat16", direction)
@@ -344,7 +346,7 @@ def test_bwd_deterministic_is_bitwise_equal(shape):
     backward = partial(launch.backward, dout, q, k, v, out, lse, 0.1, shape.causal, False, deterministic=True)
     expected = backward()
     for _ in range(50):
-        assert all(map(torch.equal, backward(), expected))
+        assert all(map(torch.equal, backward().values(), expected.values()))
 
 
 @pytest.fixture
@@ -363,8 +365,10 @@ def test_bwd_follows_use_deterministic_algorithms(causal, heads_kv, deterministi
     q, k, v = (x.requires_grad_() for x in make_inputs(shape, BF16))
     dout = make_dout(shape, BF16)
     out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
-    expected = launch.backward(
-        dout, *(x.detach() for x in (q, k, v, out, lse)), 128**-0.5, causal, False, deterministic=True
+    expected = tuple(
+        launch.backward(
+            dout, *(x.detach() for x in (q, k, v, out, lse)), 128**-0.5, causal, False, deterministic=True
+        ).values()
     )
     for _ in range(50):
         grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
@@ -407,7 +411,9 @@ def test_bwd_of_queries_with_more_than_2_31_elements(deterministic):
 
 def check_last_head(dout, q, k, v, causal, deterministic):
     out, lse = launch.forward(q, k, v, 0.1, causal, False)
-    grads = launch.backward(dout, q, k, v, out, lse, 0.1, causal, False, deterministic=deterministic)
+    grads = tuple(
+        launch.backward(dout, q, k, v, out, lse, 0.1, causal, False, deterministic=deterministic).values()
+    )
     verdict = check_bwd(
         [x[2:, :, 63:] for x in grads], *(x[2:, :, 63:] for x in (dout, q, k, v)), 0.1, causal
     )
@@ -445,7 +451,9 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_chunks(with_dlse, mo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the tensors are on the CPU
     q, k, v = make_inputs(Shape(7, 2, 1, 5, 6, 64, 64, False), BF16, device="cpu")
     lse = torch.zeros(7, 2, 5)
-    grads = launch.backward(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None)
+    grads = tuple(
+        launch.backward(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None).values()
+    )
     assert batches == [3, 3, 1] and all(map(torch.equal, grads, (q, k, v)))
 
 
@@ -454,7 +462,9 @@ STREAMED = Shape(2, 16, 4, 1500, 1500, 128, 128, True)
 
 def forward_and_backward(dout, q, k, v, deterministic):
     out, lse = launch.forward(q, k, v, 0.1, True, False)
-    return launch.backward(dout, q, k, v, out, lse, 0.1, True, False, deterministic=deterministic)
+    return tuple(
+        launch.backward(dout, q, k, v, out, lse, 0.1, True, False, deterministic=deterministic).values()
+    )
 
 
 def streamed_inputs(seed):
@@ -478,10 +488,10 @@ def test_bwd_with_a_cached_plan_equals_a_first_call(heads_first, deterministic, 
         out, lse = launch.forward(q, k, v, 0.1, True, False, heads_first)
         options = (0.1, True, False, heads_first, deterministic)
         assert step == 0 or launch.bwd_plan(dout, q, k, v, out, lse, True, heads_first, deterministic)
-        grads = launch.backward(dout, q, k, v, out, lse, *options)
+        grads = tuple(launch.backward(dout, q, k, v, out, lse, *options).values())
         with monkeypatch.context() as patch:
             patch.setattr(launch.bwd, "plan_cache", PlanCache())
-            first = launch.backward(*(x.clone() for x in (dout, q, k, v)), out, lse, *options)
+            first = tuple(launch.backward(*(x.clone() for x in (dout, q, k, v)), out, lse, *options).values())
         assert_same(grads, first, deterministic)
 
 
@@ -543,7 +553,7 @@ def test_bwd_of_empty_tensors_is_zero(sizes, causal):
     shape = Shape(*sizes, 64, 32, causal)
     q, k, v = make_inputs(shape, BF16)
     out, lse = launch.forward(q, k, v, 0.1, causal, False)
-    grads = launch.backward(make_dout(shape, BF16), q, k, v, out, lse, 0.1, causal, False)
+    grads = tuple(launch.backward(make_dout(shape, BF16), q, k, v, out, lse, 0.1, causal, False).values())
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert not any(x.any() for x in grads)
 

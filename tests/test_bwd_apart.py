@@ -112,8 +112,20 @@ def test_gradients_in_turns_have_the_same_bits(width, causal):
     out, lse = launch.forward(q, k, v, 0.1, causal, False)
 
     def gradients() -> tuple[torch.Tensor, ...]:
-        return launch.backward(
-            dout, q, k, v, out, lse, 0.1, causal, False, deterministic=True, config=apart("ordered", width)
+        return tuple(
+            launch.backward(
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                0.1,
+                causal,
+                False,
+                deterministic=True,
+                config=apart("ordered", width),
+            ).values()
         )
 
     first = gradients()
@@ -135,7 +147,9 @@ def test_gradients_of_softcaps_match_those_of_another_order(causal, sizes, sched
     config = capped("split", rounds_dq=True) if schedule == "rounds-dq" else capped(schedule)
     other = BwdConfig((BwdPass("dq+dk+dv", 128, 128, 3, 2, True),))
     found, wanted = (
-        launch.backward(dout, q, k, v, out, lse, 0.125, causal, False, options=options, config=x)
+        tuple(
+            launch.backward(dout, q, k, v, out, lse, 0.125, causal, False, options=options, config=x).values()
+        )
         for x in (config, other)
     )
     for name, grad, same in zip(("dq", "dk", "dv"), found, wanted, strict=True):

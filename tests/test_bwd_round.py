@@ -206,8 +206,10 @@ def test_windows_match_the_reference(sizes, window, width, config):
     q, k, v = make_inputs(shape, torch.bfloat16)
     dout, launched = make_dout(shape, torch.bfloat16), {"options": options}
     out, lse = launch.forward(q, k, v, 0.1, False, False, **launched)
-    grads = launch.backward(
-        dout, q, k, v, out, lse, 0.1, False, False, config=config(width=width), **launched
+    grads = tuple(
+        launch.backward(
+            dout, q, k, v, out, lse, 0.1, False, False, config=config(width=width), **launched
+        ).values()
     )
     verdict = check_bwd(grads, dout, q, k, v, softmax_scale=0.1, causal=False, window=window)
     assert verdict.ok, verdict.text
@@ -220,7 +222,7 @@ def test_not_a_number_stays_in_its_head():
     q, k, v = make_inputs(shape, torch.bfloat16)
     q[0, :, 3] = math.nan
     arguments = after_forward(shape, q, k, v)
-    dq = launch.backward(*arguments, config=rounding(128))[0]
+    dq = launch.backward(*arguments, config=rounding(128))["q"]
     assert dq[0, :, 3].isnan().all()
     dq[0, :, 3] = 0
     assert dq.isfinite().all()
@@ -231,14 +233,14 @@ def test_streams_at_once():
     """Each kernel has SMs for some of its CTAs only, and all go on."""
     shape = Shape.parse("64,16,16,512,512,128,128,causal")
     arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
-    expected = launch.backward(*arguments, config=apart("split"))
+    expected = tuple(launch.backward(*arguments, config=apart("split")).values())
     streams = [torch.cuda.Stream() for _ in range(3)]
     results = []
     torch.cuda.synchronize()
     for _ in range(4):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(launch.backward(*arguments, config=rounding(128)))
+                results.append(tuple(launch.backward(*arguments, config=rounding(128)).values()))
     torch.cuda.synchronize()
     for result in results:
         for grad, wanted in zip(result, expected, strict=True):
@@ -249,7 +251,7 @@ def test_streams_at_once():
 def test_dq_in_a_slice_of_a_tensor():
     shape = Shape.parse("5,8,8,400,400,128,128,full")
     arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
-    expected = launch.backward(*arguments, config=apart("split"))[0]
+    expected = launch.backward(*arguments, config=apart("split"))["q"]
     packed = torch.full((5, 400, 3, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
     launch.backward(*arguments, dq=packed[:, :, 1], config=rounding(128))
     torch.testing.assert_close(packed[:, :, 1], expected, rtol=0.02, atol=0.02)

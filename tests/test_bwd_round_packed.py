@@ -121,8 +121,10 @@ class Packed:
     def gradients(self, q, k, v, dout, causal: bool) -> tuple[torch.Tensor, ...]:
         out, lse = launch.forward(q, k, v, 0.1, causal, False, options=self.options)
         config = apart("dynamic-late", q.shape[-1], rounds_dq=True)
-        return launch.backward(
-            dout, q, k, v, out, lse, 0.1, causal, False, config=config, options=self.options
+        return tuple(
+            launch.backward(
+                dout, q, k, v, out, lse, 0.1, causal, False, config=config, options=self.options
+            ).values()
         )
 
     def per_query(self, numbers: torch.Tensor) -> torch.Tensor:

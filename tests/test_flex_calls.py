@@ -349,8 +349,8 @@ def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
     def backward(dout, q, k, v, out, lse, *layout, options, traced):
         assert options is None
         seen.append((q, traced, layout, dout))
-        sums = (torch.full(traced.tensors[i].shape, i + 4.0) for i in traced.program.learned)
-        return *(torch.full_like(x, n) for n, x in enumerate((q, k, v), 1)), *sums
+        sums = {i: torch.full(traced.tensors[i].shape, i + 4.0) for i in traced.program.learned}
+        return {"q": torch.full_like(q, 1), "k": torch.full_like(k, 2), "v": torch.full_like(v, 3)} | sums
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(flex, "check_device_or_warn", lambda *_, **__: None)

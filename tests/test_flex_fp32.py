@@ -124,7 +124,8 @@ def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
 
     def backward(dout, q, k, v, *_, options, traced, **__):
         seen.append(options.parts)
-        return *(torch.zeros_like(x) for x in (q, k, v)), *traced.tensors
+        grads = {name: torch.zeros_like(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+        return grads | dict(enumerate(traced.tensors))
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(flex.launch, "forward", forward)

@@ -231,7 +231,7 @@ def test_a_launch_pads_and_cuts(width, monkeypatch):
     def backward(dout, q, k, v, out, lse, scale, lse_base2, dlse, *options):
         assert not dout[..., width[1] :].any() and not out[..., width[1] :].any()
         grads = attention_backward_reference(dout, q, k, v, scale, True, dlse=dlse, lse_base2=lse_base2)
-        return tuple(x.to(BF16) for x in grads)
+        return {name: x.to(BF16) for name, x in zip("qkv", grads, strict=True)}
 
     forwards, backwards = PaddedPlans(forward), PaddedPlans(backward)
     monkeypatch.setattr(launch.fwd.plan_cache, "plans", forwards)
@@ -244,7 +244,7 @@ def test_a_launch_pads_and_cuts(width, monkeypatch):
     assert {shape[-1] for shape in forwards.calls[0]} == set(padded)
 
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    grads = launch.backward(dout, *inputs, out, lse, scale, True, False, dlse=dlse)
+    grads = tuple(launch.backward(dout, *inputs, out, lse, scale, True, False, dlse=dlse).values())
     assert_close(grads, attention_backward_reference(dout, *inputs, scale, True, dlse=dlse))
     assert all(x.is_contiguous() and x.dtype == BF16 for x in grads)
     assert math.prod(forwards.calls[0][0]) == 2 * 9 * 4 * padded[0]

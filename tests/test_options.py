@@ -209,7 +209,7 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
     dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)
     plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, options)
-    *_, dsink = plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, options)
+    found = plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, options)
 
     case.poison(0.0)
     kept = forward.combine is None
@@ -224,7 +224,7 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
         reference = varlen_backward_reference if case.varlen else attention_backward_reference
         named = {"softmax_scale": scale, "causal": causal, "dlse": dlse}
         grads.append(reference(dout, q, k, v, **named, **case.reference_options)[3])
-        check_sink_gradient(dsink, grads[-1], *filled, dout, dlse, case.options.sink)
+        check_sink_gradient(found["sink"], grads[-1], *filled, dout, dlse, case.options.sink)
     verdict = check_bwd(grads, dout, q, k, v, scale, causal, dlse, **case.reference_options)
     assert verdict.ok, verdict.text
 

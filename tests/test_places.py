@@ -57,9 +57,11 @@ def test_places_hold_the_results_of_launches(batch, packed):
 
         # Sums of dq are exact with deterministic, whose kernels for packed sequences no other test needs
         inputs, exact = (x["dout"], *qkv, out, lse), not packed
-        dq, dk, dv = launch.backward(*inputs, *asked, deterministic=exact, options=options)
+        dq, dk, dv = launch.backward(*inputs, *asked, deterministic=exact, options=options).values()
         whole, placed = place(dq, dim)
-        found = launch.backward(*inputs, *asked, deterministic=exact, options=options, dq=placed)
+        found = tuple(
+            launch.backward(*inputs, *asked, deterministic=exact, options=options, dq=placed).values()
+        )
         assert found[0] is placed and torch.equal(dk, found[1]) and torch.equal(dv, found[2])
         check_placed(whole, placed, dq, dim, exact)
 
@@ -110,7 +112,7 @@ def test_places_are_positions_of_queries_and_keys(name):
     facts = {"alibi_slopes": slopes} if name == "alibi" else {"dropout_p": 0.25, "rng_state": state}
     whole = Options(window=(200, 0), **facts)
     out, lse = launch.forward(q, k, v, *asked, False, options=whole)
-    dq, *_ = launch.backward(x["dout"], q, k, v, out, lse, *asked, False, options=whole)
+    dq, *_ = launch.backward(x["dout"], q, k, v, out, lse, *asked, False, options=whole).values()
     # The queries from 160 on
     place = torch.tensor([[160, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
     rows, options = slice(160, ROWS), Options(window=(200, 0), place=place, **facts)
@@ -119,7 +121,7 @@ def test_places_are_positions_of_queries_and_keys(name):
     torch.testing.assert_close(found, out[:, rows], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse_found, lse[:, :, rows], atol=1e-4, rtol=1e-4)
     dout = x["dout"][:, rows].contiguous()
-    grads = launch.backward(dout, *some, found, lse_found, *asked, False, options=options)
+    grads = tuple(launch.backward(dout, *some, found, lse_found, *asked, False, options=options).values())
     torch.testing.assert_close(grads[0], dq[:, rows], atol=2e-2, rtol=2e-2)
     # Without the first 16 keys, which a copy of the others stands for
     place = torch.tensor([[160, 16, 16, 0, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
@@ -165,8 +167,14 @@ def test_partial_gradients_are_those_of_a_launch_before_they_are_rounded(case):
     out, lse = launch.forward(q, k, v, *asked, options=options)
     inputs = dout, q, k, v, out, lse
     for _ in range(2):  # the second time by the plan of the first
-        rounded = launch.backward(*inputs, *asked, deterministic=deterministic, options=options)
-        exact = launch.backward(*inputs, *asked, deterministic=deterministic, options=options, partial=True)
+        rounded = tuple(
+            launch.backward(*inputs, *asked, deterministic=deterministic, options=options).values()
+        )
+        exact = tuple(
+            launch.backward(
+                *inputs, *asked, deterministic=deterministic, options=options, partial=True
+            ).values()
+        )
         for name, x, whole in zip(("dq", "dk", "dv"), rounded, exact, strict=True):
             assert whole.dtype == torch.float32 and whole.shape == x.shape
             assert not torch.equal(whole, x.float()), name
@@ -175,8 +183,10 @@ def test_partial_gradients_are_those_of_a_launch_before_they_are_rounded(case):
             else:
                 torch.testing.assert_close(whole, x.float(), atol=1e-2, rtol=1e-2)
         placed, dq = place(exact[0], 0 if packed else 1)
-        found = launch.backward(
-            *inputs, *asked, deterministic=deterministic, options=options, dq=dq, partial=True
+        found = tuple(
+            launch.backward(
+                *inputs, *asked, deterministic=deterministic, options=options, dq=dq, partial=True
+            ).values()
         )
         assert found[0] is dq
         check_placed(placed, dq, exact[0], 0 if packed else 1, deterministic)
@@ -189,6 +199,6 @@ def test_partial_gradients_of_shared_tiles(heads, rows, causal):
     q, k, v, dout = (torch.randn(1, rows, heads, 128, device="cuda").bfloat16() for _ in range(4))
     out, lse = launch.forward(q, k, v, 128**-0.5, causal, False)
     inputs = dout, q, k, v, out, lse, 128**-0.5, causal, False
-    rounded, exact = (launch.backward(*inputs, partial=partial) for partial in (False, True))
+    rounded, exact = (tuple(launch.backward(*inputs, partial=partial).values()) for partial in (False, True))
     for x, whole in zip(rounded, exact, strict=True):
         torch.testing.assert_close(whole.bfloat16(), x, rtol=2**-6, atol=2**-6)

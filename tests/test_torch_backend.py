@@ -12,6 +12,7 @@ from torch.nn.attention import bias, current_flash_attention_impl, list_flash_at
 from torch.nn.attention.varlen import varlen_attn
 
 from tl_attention.integrations import torch_backend
+from tl_attention.problem.options import Call
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -256,10 +257,13 @@ def test_torch_backend_errors():
 
 def test_torch_backend_follows_deterministic_algorithms(monkeypatch):
     seen = []
-    run = torch_backend.bwd_op
-    monkeypatch.setattr(
-        torch_backend, "bwd_op", lambda *arguments: seen.append(arguments[11]) or run(*arguments)
-    )
+    run = torch_backend.run_backward_op
+
+    def record(tensors, dlse, call, options):
+        seen.append(Call(*call).deterministic)
+        return run(tensors, dlse, call, options)
+
+    monkeypatch.setattr(torch_backend, "run_backward_op", record)
     q = rand(1, 2, 8, 64)
     out, lse, *rest = torch_backend.sdpa_forward(q, q, q)
     for asked in (False, True):

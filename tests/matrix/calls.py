@@ -283,7 +283,7 @@ class AttentionTrial(Trial):
         dout, out = self._heads_first(self.dout, self.out)
         deterministic = self.call_class.kind == "bwd_det"
         given = *layout, deterministic, self.dlse, self.config, self.options
-        return launch.backward(dout, q, k, v, out, self.lse, *given)[:3]
+        return tuple(launch.backward(dout, q, k, v, out, self.lse, *given).values())[:3]
 
     def repeats(self, outputs: Outputs) -> Sequence[torch.Tensor]:
         if self.backward:
@@ -633,7 +633,9 @@ class BlockMaskTrial(Trial):
         if not self.backward:
             return launch.forward(*tensors, *layout, self.config, traced=self.traced)
         given = *layout, self.call_class.kind == "bwd_det", self.dlse, self.config
-        return launch.backward(self.dout, *tensors, self.out, self.lse, *given, traced=self.traced)[:3]
+        return tuple(
+            launch.backward(self.dout, *tensors, self.out, self.lse, *given, traced=self.traced).values()
+        )[:3]
 
     def repeats(self, outputs: Outputs) -> Sequence[torch.Tensor]:
         return outputs if not self.backward or self.config.deterministic else outputs[1:]

@@ -173,7 +173,9 @@ def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
     deterministic = kind.direction == DETERMINISTIC
     given = *layout, deterministic, None, kind.config, options
     partial = kind.function == "partial"
-    return lambda: launch.backward(out, q, k, v, out, lse, *given, traced=traced(), partial=partial)
+    return lambda: tuple(
+        launch.backward(out, q, k, v, out, lse, *given, traced=traced(), partial=partial).values()
+    )
 
 
 def _relative_bias(draw: Draw) -> Callable:

@@ -580,14 +580,15 @@ class _Flex(torch.autograd.Function):
         layout = scale, False, False, not rows_first, deterministic, dlse
         if q.is_cuda and has_gradient_kernels(q, v, parts):
             others = {"options": options_of_parts(parts), "traced": call}
-            dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
+            found = launch.backward(dout, q, k, v, out, lse, *layout, **others)
         else:
             inputs = _transposed(dout, q, k, v) if rows_first else (dout, q, k, v)
             dq, dk, dv, *sums = flex_backward_reference(inputs[0], dlse, *inputs[1:], scale, call)
-            dq, dk, dv = _transposed(dq, dk, dv) if rows_first else (dq, dk, dv)
-        for i, total in zip(program.learned, sums, strict=True):
-            grads[i] = total.to(tensors[i].dtype)
-        return *[None] * 5, dq, dk, dv, *grads
+            rows = _transposed(dq, dk, dv) if rows_first else (dq, dk, dv)
+            found = dict(zip(("q", "k", "v", *program.learned), (*rows, *sums), strict=True))
+        for i in program.learned:
+            grads[i] = found[i].to(tensors[i].dtype)
+        return *[None] * 5, found["q"], found["k"], found["v"], *grads
 
 
 # Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them

@@ -95,7 +95,12 @@ def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, tor
 
 def _backward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     """launch.backward of fp32 tensors rounded to bf16."""
-    return in_bf16(lambda *half: launch.backward(*half, *arguments[5:], **options), *arguments[:5])
+    return in_bf16(lambda *half: _backward(*half, *arguments[5:], **options), *arguments[:5])
+
+
+def _backward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """launch.backward, with gradients in the order of q, k and v."""
+    return tuple(launch.backward(*arguments, **options).values())
 
 
 def ref_mha_fwd_interface(
@@ -155,7 +160,7 @@ def mha_bwd_interface(
     if q.device.type == "cpu" or not has_gradient_kernels(q, v, parts):
         return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
     options = Options(parts=parts) if parts > 1 else None
-    run = _backward_in_bf16 if parts == 1 else launch.backward
+    run = _backward_in_bf16 if parts == 1 else _backward
     scale = scale_of(q, sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()
     return lambda *tensors: run(*tensors, scale, is_causal, True, True, deterministic, options=options)

@@ -14,7 +14,7 @@ from tl_attention.distributed.group import Ranks
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import ALL, NOTHING, Call, Mask, Needs
 from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
-from tl_attention.torch_ops.ops import bwd_op, fwd_op
+from tl_attention.torch_ops.ops import fwd_op, run_backward_op
 
 State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
@@ -247,14 +247,16 @@ class Attend:
             deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
             asked = scale, self._causal, False, False, deterministic, dlse
             named = options if options.names else None
-            dq, dk, dv, *dsink = launch.backward(*tensors, *asked, options=named, dq=dq, partial=partial)
+            grads = launch.backward(*tensors, *asked, options=named, dq=dq, partial=partial)
         else:
             asked = scale, self._causal, False, False, deterministic
-            found, dk, dv, *dsink = bwd_op(*tensors, dlse, *asked, *options.arguments())
-            dq = found if dq is None else dq.copy_(found)
+            grads = run_backward_op(tensors, dlse, asked, options)
+            if dq is not None:
+                dq.copy_(grads["q"])
+        dq, dk, dv = grads["q"] if dq is None else dq, grads["k"], grads["v"]
         if self._packed:
             dq, dk, dv = dq[None], dk[None], dv[None]
-        return (dq if result is None else result), dk, dv, None if given.sink is None else dsink[0]
+        return (dq if result is None else result), dk, dv, grads.get("sink")
 
     def partial_backward(
         self,

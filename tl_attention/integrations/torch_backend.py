@@ -12,7 +12,7 @@ from tl_attention.checks.common import expect_scale
 from tl_attention.checks.fp32 import check_precision
 from tl_attention.integrations import torch_masks
 from tl_attention.problem.options import Options, canonical_window
-from tl_attention.torch_ops.ops import attention, bwd_op
+from tl_attention.torch_ops.ops import attention, run_backward_op
 
 NAME = "tl_attention"
 _handle: Handle | None = None
@@ -284,8 +284,8 @@ def _backward(
         options = dataclasses.replace(options, parts=0)
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    grads = bwd_op(*tensors, None, scale, causal, False, heads_first, deterministic, *options.arguments())
-    return tuple(_with_strides_of(grad.to(x.dtype), x) for grad, x in zip(grads[:3], qkv, strict=True))
+    grads = run_backward_op(tensors, None, (scale, causal, False, heads_first, deterministic), options)
+    return tuple(_with_strides_of(grads[name].to(x.dtype), x) for name, x in zip("qkv", qkv, strict=True))
 
 
 def sdpa_forward(

@@ -315,7 +315,8 @@ def _backward(
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
         grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_parts(parts), traced=call)
-        grads, sums = [x.to(query.dtype).transpose(1, 2) for x in grads[:3]], grads[3:]
+        sums = [grads[i] for i in call.program.learned]
+        grads = [grads[name].to(query.dtype).transpose(1, 2) for name in "qkv"]
     else:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (query, key, value)]

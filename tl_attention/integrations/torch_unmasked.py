@@ -14,7 +14,7 @@ from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.options import MAX_SCALE, Options
 from tl_attention.problem.target import is_hopper
-from tl_attention.torch_ops.ops import attention, bwd_op
+from tl_attention.torch_ops.ops import attention, run_backward_op
 
 
 def serves(
@@ -100,6 +100,6 @@ def backward(
     tensors[0] = tensors[0].contiguous()
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = Options(parts=parts).arguments()
-    grads = bwd_op(*tensors, lse, None, scale, causal, False, False, deterministic, *options)
-    return tuple(grad.to(query.dtype).transpose(1, 2) for grad in grads[:3])
+    call = scale, causal, False, False, deterministic
+    grads = run_backward_op((*tensors, lse), None, call, Options(parts=parts))
+    return tuple(grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")

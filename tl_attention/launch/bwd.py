@@ -40,6 +40,9 @@ from tl_attention.problem.target import sm_count
 
 plan_cache = PlanCache()
 
+# Gradients by name: q, k, v; fields of Options; captured tensors by their number in Call.tensors
+NamedGradients = dict[str | int, torch.Tensor]
+
 
 class BwdPlan:
     """Launch plan of a backward: everything that follows from tensor metadata and from which options are on. Serves one thread.
@@ -155,8 +158,8 @@ class BwdPlan:
         options: Options | None = None,
         traced: Call | None = None,
         dq: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """(dq, dk, dv), with a sink also dsink, for tensors with the metadata of the plan; then gradients of traced.program.learned."""
+    ) -> NamedGradients:
+        """Gradients of q, k, v, a sink and captured tensors, for tensors with the metadata of the plan."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options, traced, dq)
@@ -181,9 +184,9 @@ class BwdPlan:
         dlse: torch.Tensor | None,
         options: Options | None = None,
         traced: Call | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Write dq, dk, dv and return them; with a sink also dsink; then gradients of traced.program.learned."""
-        result = dq, dk, dv
+    ) -> NamedGradients:
+        """Write dq, dk, dv and return them, with the gradients of a sink and of captured tensors."""
+        result = {"q": dq, "k": dk, "v": dv}
         if self.seen:
             self.seen.zero_others(dq)
             q, dout, out, dq = self.seen.rows(q, dout, out, dq)
@@ -210,7 +213,7 @@ class BwdPlan:
             arguments += (*traced_arguments(traced), *captured.arguments)
             blocks = traced.blocks
         if self.packed:
-            tables = Tables(*self.tiles.tables(options, TABLE_ROWS, *result))
+            tables = Tables(*self.tiles.tables(options, TABLE_ROWS, *result.values()))
         lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
         rows, inputs, call = (lse_log2, delta), (q, k, v, dout), (*grads, softmax_scale)
         first, *others = self.passes
@@ -222,8 +225,10 @@ class BwdPlan:
         for bwd_pass in others:
             bwd_pass.launch((*inputs, *rows), *call, arguments, tables, blocks)
         if traced is not None:
-            return *result, *captured.results(self.reduce)
-        return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))
+            result |= captured.results(self.reduce)
+        if sink is not None:
+            result["sink"] = _sink_gradient(sink, lse_log2, delta)
+        return result
 
     def _views_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of q, k, v, dout, out, dq, dk, dv, as the kernels take them."""
@@ -340,7 +345,7 @@ def backward(
     traced: Call | None = None,
     dq: torch.Tensor | None = None,
     partial: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> NamedGradients:
     """Launch the backward on tensors that have passed checks/, on a Hopper GPU.
 
     Args:
@@ -352,8 +357,8 @@ def backward(
         dq: tensor to write to, in the layout of q, with strides and an address that TMA takes; None: a new contiguous one.
         partial: dq, dk and dv are fp32, to be added to those of other calls; not with traced.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype or fp32, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then a
-            gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
+        gradients by name: q, k, v, shaped as these, in their dtype or fp32, those of k and v contiguous; with a sink: sink, [heads], in its
+            dtype; and by its number one per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
     """
     if q.dtype is torch.float32:  # kernels read views of another dtype, which lose the sign of a negated view
         dout, q, k, v, out = (as_stored(x) for x in (dout, q, k, v, out))
@@ -395,7 +400,7 @@ def backward(
 
 def _backward_of_padded(
     tensors: tuple[torch.Tensor, ...], asked: tuple, dq: torch.Tensor | None, partial: bool
-) -> tuple[torch.Tensor, ...]:
+) -> NamedGradients:
     """Gradients of inputs whose head dims TMA cannot address, from copies with more columns.
 
     Args:
@@ -404,10 +409,11 @@ def _backward_of_padded(
     """
     *inputs, lse = tensors
     grads = backward(*pad_columns(*inputs), lse, *asked, partial=partial)
-    cut = [cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], inputs[1:4], strict=True)]
+    for name, x in zip("qkv", inputs[1:4], strict=True):
+        grads[name] = cut_columns(grads[name], x.shape[-1])
     if dq is not None:
-        cut[0] = dq.copy_(cut[0])
-    return *cut, *grads[3:]
+        grads["q"] = dq.copy_(grads["q"])
+    return grads
 
 
 def _backward_of_empty(
@@ -418,18 +424,19 @@ def _backward_of_empty(
     dlse: torch.Tensor | None,
     options: Options | None,
     traced: Call | None,
-) -> tuple[torch.Tensor, ...]:
+) -> NamedGradients:
     """Gradients where there are no queries, no keys or no sequences."""
-    zeros = tuple(x.zero_() for x in grads)
+    zeros: NamedGradients = {name: x.zero_() for name, x in zip("qkv", grads, strict=True)}
     if traced is not None:
-        learned = [traced.tensors[number] for number in traced.program.learned]
-        return *zeros, *(torch.zeros_like(x, dtype=torch.float32) for x in learned)
+        for number in traced.program.learned:
+            zeros[number] = torch.zeros_like(traced.tensors[number], dtype=torch.float32)
     if options is None or options.sink is None:
         return zeros
-    if dlse is None or not q.numel():
-        return *zeros, torch.zeros_like(options.sink)
-    dsink = _natural_dlse(dlse, lse, lse_base2)  # without keys lse = sink
-    return *zeros, dsink.sum((0, 2) if dlse.ndim == 3 else 1).to(options.sink.dtype)
+    zeros["sink"] = torch.zeros_like(options.sink)
+    if dlse is not None and q.numel():
+        dsink = _natural_dlse(dlse, lse, lse_base2)  # without keys lse = sink
+        zeros["sink"] = dsink.sum((0, 2) if dlse.ndim == 3 else 1).to(options.sink.dtype)
+    return zeros
 
 
 def _backward_in_chunks(
@@ -441,7 +448,7 @@ def _backward_in_chunks(
     config: BwdConfig | None,
     options: Options | None,
     partial: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> NamedGradients:
     """Gradients of a batch above MAX_BATCH, a chunk of it per launch.
 
     Args:
@@ -457,6 +464,8 @@ def _backward_in_chunks(
         plan = BwdPlan(*chunk[:5], *chunk[6:], *layout, config, chunk_options, partial=partial)
         result = plan.launch(*chunk, softmax_scale, lse_base2, chunk_dlse, chunk_options)
         if sink is not None:
-            dsink += result[3]
-    grads = tensors[6:]
-    return grads if sink is None else (*grads, dsink.to(sink.dtype))
+            dsink += result["sink"]
+    grads: NamedGradients = dict(zip("qkv", tensors[6:], strict=True))
+    if sink is not None:
+        grads["sink"] = dsink.to(sink.dtype)
+    return grads

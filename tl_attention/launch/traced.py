@@ -83,18 +83,16 @@ class Gradients:
             else:
                 self.arguments.append(torch.zeros(x.numel(), dtype=torch.float32, **on))
 
-    def results(self, reduce: Mapping[int, Kernel]) -> tuple[torch.Tensor, ...]:
-        """Gradients shaped as their tensors, in fp32, or as stored where none are summed; after the kernels.
+    def results(self, reduce: Mapping[int, Kernel]) -> dict[int, torch.Tensor]:
+        """Gradients by the number of their tensor, in its shape, in fp32, or as stored where none are summed; after the kernels.
 
         reduce: of kernel_configs.reduce_kernels(); PyTorch sums those that have no kernel.
         """
         learned = _learned(self.call.program)
-        return tuple(
-            [
-                self._result(i, number, x, reduce)
-                for (i, number), x in zip(learned, self.arguments, strict=True)
-            ]
-        )
+        return {
+            i: self._result(i, number, x, reduce)
+            for (i, number), x in zip(learned, self.arguments, strict=True)
+        }
 
     def _result(
         self, i: int, number: int | None, x: torch.Tensor, reduce: Mapping[int, Kernel]

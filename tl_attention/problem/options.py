@@ -22,7 +22,7 @@ MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 
 
 def _metadata(
-    schema: str, kernel: str = "", launch: bool = False, reference: bool = False
+    schema: str, kernel: str = "", launch: bool = False, reference: bool = False, gradient: bool = False
 ) -> dict[str, str | bool]:
     """Metadata of a field of Options.
 
@@ -31,8 +31,15 @@ def _metadata(
         kernel: its name in problem.OPTIONS or PART_OPTIONS, for an option that is compiled into kernels.
         launch: it changes the launch of a kernel, without being compiled into it.
         reference: the reference takes it by its name.
+        gradient: it is a tensor that has one.
     """
-    return {"schema": schema, "kernel": kernel, "launch": launch, "reference": reference}
+    return {
+        "schema": schema,
+        "kernel": kernel,
+        "launch": launch,
+        "reference": reference,
+        "gradient": gradient,
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +85,7 @@ class Options:
         default=None, metadata=_metadata("Tensor?", kernel="alibi", reference=True)
     )
     sink: torch.Tensor | None = field(
-        default=None, metadata=_metadata("Tensor?", kernel="sink", reference=True)
+        default=None, metadata=_metadata("Tensor?", kernel="sink", reference=True, gradient=True)
     )
     cu_seqlens_q: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?", kernel="varlen"))
     cu_seqlens_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
@@ -202,7 +209,7 @@ FIELDS = tuple(x.name for x in _ALL)
 SCHEMA = ", ".join(map(_schema, _ALL))
 NUMBERS = sum(x.metadata["schema"] != "Tensor?" for x in _ALL)  # fields before the first tensor
 TENSORS = FIELDS[NUMBERS:]
-SINK = FIELDS.index("sink")
+GRADIENTS = tuple(x.name for x in _ALL if x.metadata["gradient"])
 _NO_TENSORS = dict.fromkeys(TENSORS)
 _tensors_of = operator.itemgetter(*TENSORS)
 _REFERENCE = tuple(x.name for x in _ALL if x.metadata["reference"])

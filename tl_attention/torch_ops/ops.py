@@ -26,10 +26,11 @@ from tl_attention.checks.lengths import check_cpu_lengths
 from tl_attention.checks.transforms import warn_about_cpu
 from tl_attention.problem.options import (
     ARGUMENTS,
+    FIELDS,
+    GRADIENTS,
     MAX_SCALE,
     NUMBERS,
     PLAIN,
-    SINK,
     TENSORS,
     Call,
     Options,
@@ -50,7 +51,10 @@ from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, r
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
-Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
+Gradients = dict[str, torch.Tensor]  # by name: q, k, v, and fields of Options
+# Inputs of fwd_op by name, and outputs of bwd_op: a gradient per tensor that has one
+INPUTS = "q", "k", "v", *Call._fields, *FIELDS
+DIFFERENTIABLE = "q", "k", "v", *GRADIENTS
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
@@ -77,17 +81,29 @@ def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
 
 def _fake_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
-) -> Gradients:
+) -> tuple[torch.Tensor, ...]:
     _, options = parse_arguments(others[3:])  # after out, lse, dlse
-    sink = None if options is None else options.sink
-    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
+    grads = {name: x.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+    for name in _differentiable_options(options):
+        x = getattr(options, name)
+        grads[name] = x.new_empty(x.shape)
+    return _outputs(grads, q)
+
+
+def _differentiable_options(options: Options | None) -> list[str]:
+    """Tensors of options that have a gradient."""
+    return [] if options is None else [name for name in GRADIENTS if getattr(options, name) is not None]
+
+
+def _outputs(grads: Gradients, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs of bwd_op: an empty tensor stands for a gradient that a call lacks."""
+    return tuple([grads[name] if name in grads else q.new_empty(0) for name in DIFFERENTIABLE])
 
 
 @define_op(
     "bwd",
     f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {ARGUMENTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f" -> ({', '.join(['Tensor'] * len(DIFFERENTIABLE))})",
     _fake_backward,
 )
 def bwd_op(
@@ -99,23 +115,40 @@ def bwd_op(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
     *arguments: object,
-) -> Gradients:
-    """The backward: a launch, or the reference on CPU tensors. Without a sink its gradient is empty."""
+) -> tuple[torch.Tensor, ...]:
+    """The backward: a launch, or the reference on CPU tensors. Gradients in the order of DIFFERENTIABLE; empty where a call lacks one."""
     call, options = parse_arguments(arguments)
     if q.device.type == "cpu":
         grads = _reference_backward(dlse, call, options, dout, q, k, v)
     else:
         check_device(q)
         grads = _launch_backward(dout, q, k, v, out, lse, dlse, call, options)
-    return grads if len(grads) == 4 else (*grads, q.new_empty(0))
+    return _outputs(grads, q)
+
+
+def run_backward_op(
+    tensors: Sequence[torch.Tensor],
+    dlse: torch.Tensor | None,
+    call: Sequence,
+    options: Options | None = None,
+) -> Gradients:
+    """Gradients by name, by bwd_op. tensors: dout, q, k, v, out, lse. call: fields of Call."""
+    arguments = () if options is None else options.arguments()
+    grads = zip(DIFFERENTIABLE, bwd_op(*tensors, dlse, *call, *arguments), strict=True)
+    found = "q", "k", "v", *_differentiable_options(options)
+    return {name: grad for name, grad in grads if name in found}
 
 
 def _reference_backward(dlse: Any, call: Call, options: Options | None, *tensors: torch.Tensor) -> Gradients:
     """Gradients computed by the reference. tensors: dout, q, k, v."""
     references = attention_backward_reference, varlen_backward_reference
-    grads = _reference(*references, _transpose_if(call.heads_first, *tensors), call, options, dlse=dlse)
-    dsink = [x.to(options.sink.dtype) for x in grads[3:]]
-    return *(x.to(tensors[0].dtype).contiguous() for x in _transpose_if(call.heads_first, *grads[:3])), *dsink
+    found = _reference(*references, _transpose_if(call.heads_first, *tensors), call, options, dlse=dlse)
+    names = _differentiable_options(options)
+    of_options = {name: x.to(getattr(options, name).dtype) for name, x in zip(names, found[3:], strict=True)}
+    rows = _transpose_if(call.heads_first, *found[:3])
+    return {
+        name: x.to(tensors[0].dtype).contiguous() for name, x in zip("qkv", rows, strict=True)
+    } | of_options
 
 
 def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -193,10 +226,10 @@ def _launch_backward(
     grads = launch.backward(*tensors, *layout, deterministic, dlse, options=options)
     of_q = options.cu_seqlens_q, options.seqused_q
     of_k = options.cu_seqlens_k, options.seqused_k
-    for grad, (cu_seqlens, seqused) in zip(grads[:3], (of_q, of_k, of_k), strict=True):
+    for name, (cu_seqlens, seqused) in (("q", of_q), ("k", of_k), ("v", of_k)):
         if seqused is not None:
-            unused = ~rows_in_use(cu_seqlens, seqused, grad.shape[0])
-            grad.masked_fill_(unused[:, None, None], 0)
+            unused = ~rows_in_use(cu_seqlens, seqused, grads[name].shape[0])
+            grads[name].masked_fill_(unused[:, None, None], 0)
     return grads
 
 
@@ -211,17 +244,15 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     """Gradients of the inputs of fwd_op, by bwd_op."""
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
-    rest = [None] * len(arguments)
+    inputs = dict(
+        zip(INPUTS, (q, k, v, *arguments), strict=False)
+    )  # the torch dispatcher leaves out trailing Nones
     if dout is None and dlse is None:
-        return None, None, None, *rest
+        return (None,) * len(inputs)
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = bwd_op(dout, q, k, v, out, lse, dlse, *arguments)
-    sink = PLAIN + SINK
-    # The torch dispatcher leaves out trailing Nones
-    if len(arguments) > sink and arguments[sink] is not None and ctx.needs_input_grad[3 + sink]:
-        rest[sink] = grads[3]
-    return *grads[:3], *rest
+    grads = dict(zip(DIFFERENTIABLE, bwd_op(dout, q, k, v, out, lse, dlse, *arguments), strict=True))
+    return tuple(grads.get(name) if isinstance(x, torch.Tensor) else None for name, x in inputs.items())
 
 
 def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -231,7 +262,7 @@ def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
     )
 
 
-def _save_nothing(ctx: Any, inputs: Sequence, outputs: Gradients) -> None:
+def _save_nothing(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:
     pass
 
 
@@ -239,7 +270,7 @@ register_autograd(fwd_op, _save, _backward, push_forward)
 register_autograd(bwd_op, _save_nothing, _no_double_backward, refuse_to_push_gradients)
 register_jvp(_save, _backward)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
-register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), ("s", 1)))
+register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), *[("s", 1)] * len(GRADIENTS)))
 
 
 class _Attention(torch.autograd.Function):
@@ -280,11 +311,11 @@ class _Attention(torch.autograd.Function):
         tensors = dout, q, k, v, out, lse
         traced = torch.is_grad_enabled() or is_traced() or _is_batched(dout) or _is_batched(dlse)
         if traced or not are_plain(*tensors) or not q.is_cuda:
-            grads = bwd_op(*tensors, dlse, *call, *(() if options is None else options.arguments()))
+            grads = run_backward_op(tensors, dlse, call, options)
         else:
             grads = _launch_backward(*tensors, dlse, call, options)
-        dsink = grads[3] if ctx.needs_input_grad[3] else None
-        return *grads[:3], dsink, None, None, None
+        dsink = grads["sink"] if ctx.needs_input_grad[3] else None
+        return grads["q"], grads["k"], grads["v"], dsink, None, None, None
 
 
 # Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
@@ -458,8 +489,8 @@ def attention_backward(
     causal: bool,
     deterministic: bool,
     precision: str | None = None,
-) -> Gradients:
-    """Gradients of attention() with base-2 lse and heads first, from the unchecked arguments of a public function."""
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of attention() with base-2 lse and heads first, from the unchecked arguments of a public function."""
     tensors = dout, q, k, v, out, lse
     traced = (
         is_traced()
@@ -481,9 +512,9 @@ def attention_backward(
 
     scale = scale_of(q, softmax_scale)
     if plan is not None:
-        return plan(*tensors, scale, True)
+        return tuple(plan(*tensors, scale, True).values())
     call = Call(scale, causal, True, True, deterministic)
     options = options_of_parts(parts)
     if traced or not q.is_cuda:
-        return bwd_op(*tensors, None, *call, *(options.arguments() if parts else ()))[:3]
-    return _launch_backward(*tensors, None, call, options)
+        return tuple(run_backward_op(tensors, None, call, options).values())
+    return tuple(_launch_backward(*tensors, None, call, options).values())

@@ -173,7 +173,8 @@ def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Confi
         given["options"] = Options(parts=row.problem.parts)
     if row.direction == "fwd":
         return launch.forward(*arguments, **given)
-    return launch.backward(*arguments, deterministic=row.direction == "bwd_det", **given)
+    grads = launch.backward(*arguments, deterministic=row.direction == "bwd_det", **given)
+    return tuple(grads.values())
 
 
 @dataclass(frozen=True)

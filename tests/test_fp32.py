@@ -142,8 +142,8 @@ def seen_parts(call, monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fp32_precision_defaults_to_that_of_torch(precision, monkeypatch):
-    for module in ("ops", "user_options"):
-        monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, parts: parts == 1)
+    for module in ("ops", "attend"):
+        monkeypatch.setattr(f"tl_attention.torch_ops.{module}.runs_in_bf16", lambda q, parts: parts == 1)
     q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
     torch.set_float32_matmul_precision(precision)
     wanted = 0 if precision == "medium" else PRECISIONS[precision]  # medium runs in bf16
@@ -464,7 +464,7 @@ def below_a_line(b, h, q, k):
 @pytest.mark.filterwarnings("ignore:tl_attention")
 @pytest.mark.parametrize(("call", "shape"), ONE_PART.values(), ids=ONE_PART)
 def test_calls_of_one_part_run_in_bf16_and_return_fp32(call, shape, monkeypatch):
-    for module in ("ops", "flex", "user_options"):
+    for module in ("torch_ops.ops", "api.flex", "torch_ops.attend"):
         monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, parts: parts == 1)
     qkv = [x.requires_grad_() for x in draw(shape, shape, shape)]
     half = [x.detach().bfloat16().requires_grad_() for x in qkv]

@@ -20,9 +20,9 @@ from tl_attention import (
     mha_bwd_interface,
     mha_fwd_interface,
 )
-from tl_attention.api import user_options
 from tl_attention.launch.common import PlanCache, UnusedArguments
 from tl_attention.problem.options import Options
+from tl_attention.torch_ops import attend as attend_module
 from tl_attention.torch_ops import ops
 
 BF16 = torch.bfloat16
@@ -63,8 +63,8 @@ def kernels(monkeypatch):
 def checks(monkeypatch):
     """Number of calls that were checked, as the length of a list."""
     done: list[None] = []
-    check = user_options.check_fwd
-    monkeypatch.setattr(user_options, "check_fwd", lambda *x, **y: done.append(None) or check(*x, **y))
+    check = attend_module.check_fwd
+    monkeypatch.setattr(attend_module, "check_fwd", lambda *x, **y: done.append(None) or check(*x, **y))
     return done
 
 
@@ -210,14 +210,33 @@ def test_other_metadata_and_modes_are_no_known_call(kernels, checks, monkeypatch
     assert len(seen) == 3
 
 
-def test_options_that_are_off_run_the_plain_call(kernels, monkeypatch, checks):
-    plain = []
-    attention = user_options.attention
-    monkeypatch.setattr(user_options, "attention", lambda *x: plain.append(x) or attention(*x))
-    qkv = leaves(2, 16, HEADS, 64)
-    for _ in range(3):
-        flash_attn_func(*qkv, window_size=(None, 0))
-    assert len(checks) == 1 and [causal for *_, causal, _, _, _ in plain] == [True] * 3
+def test_fp32_calls_are_known_by_their_precision(kernels, checks):
+    qkv = [torch.randn(2, 16, HEADS, 64) for _ in range(3)]
+    words, seen = ["highest", "high", "highest", "high"], []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for word in words:
+            torch.set_float32_matmul_precision(word)
+            kernels.clear()
+            flash_attn_func(*qkv)
+            seen.append(facts(kernels))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(checks) == 2 and seen[0] == seen[2] != seen[1] == seen[3]
+    kernels.clear()
+    flash_attn_func(*qkv, precision="high")
+    assert len(checks) == 2 and facts(kernels) == seen[1]
+    with pytest.raises(ValueError, match=r"^precision: "):
+        flash_attn_func(*qkv, precision="")
+
+
+def test_options_that_are_off_run_the_plain_call(kernels, checks):
+    qkv, found = leaves(2, 16, HEADS, 64), []
+    for asked in ({"causal": True}, *[{"window_size": (None, 0)}] * 3):
+        kernels.clear()
+        flash_attn_func(*qkv, **asked)
+        found.append(facts(kernels))
+    assert found[0] == found[1] == found[2] == found[3] and len(checks) == 2
 
 
 def test_known_calls_hold_no_tensor_and_are_bounded(kernels, monkeypatch):

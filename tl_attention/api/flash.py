@@ -51,13 +51,13 @@ import torch
 
 from tl_attention.api.flex import attend_by_functions
 from tl_attention.api.paged import attend_packed
-from tl_attention.api.user_options import UserOptions, attention_with_options
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_packed, expect_bool
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
-from tl_attention.torch_ops.ops import attention
+from tl_attention.problem.request import Request, new_request
+from tl_attention.torch_ops.attend import attend
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
@@ -72,34 +72,10 @@ _VARLEN_QKV_NAMES = Renaming(
 )
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    deterministic: bool,
-    return_attn_probs: bool,
-    asked: tuple,  # fields of UserOptions in order
-) -> Output:
+def _attend(request: Request, return_attn_probs: bool) -> Output:
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)
-    window_size, softcap, dropout_p, alibi_slopes, sink, rng_state, num_splits, lengths, precision = asked
-    plain = (
-        lengths is precision is None
-        and type(num_splits) is int
-        and not num_splits
-        and alibi_slopes is None
-        and sink is None
-        and rng_state is None
-        and type(window_size) is tuple
-        and type(softcap) is type(dropout_p) is float
-        and (dropout_p, window_size, softcap) == (0, (-1, -1), 0)
-    )
-    if plain:
-        out, lse = attention(q, k, v, softmax_scale, causal, False, False, deterministic)
-    else:
-        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, asked)
+    out, lse = attend(request)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -154,22 +130,14 @@ def flash_attn_func(
     """
     if unknown:
         raise unknown_keyword(flash_attn_func, unknown)
-    asked = (
-        window_size,
-        softcap,
-        dropout_p,
-        alibi_slopes,
-        learnable_sink,
-        rng_state,
-        num_splits,
-        None,
-        precision,
-    )
+    request = new_request(
+        q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, num_splits=num_splits,
+    )  # fmt: skip
     if score_mod is mask_mod is block_mask is attn_bias is None:
-        return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
+        return _attend(request, return_attn_probs)
     expect_bool("return_attn_probs", return_attn_probs)
-    functions = score_mod, mask_mod, block_mask, attn_bias
-    out, lse = attend_by_functions(q, k, v, functions, softmax_scale, deterministic, (causal, *asked))
+    out, lse = attend_by_functions(request._replace(functions=(score_mod, mask_mod, block_mask, attn_bias)))
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -199,9 +167,13 @@ def flash_attn_qkvpacked_func(
     if unknown:
         raise unknown_keyword(flash_attn_qkvpacked_func, unknown)
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
+    q, k, v = qkv.unbind(-3)
+    request = new_request(
+        q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state,
+    )  # fmt: skip
     try:
-        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+        return _attend(request, return_attn_probs)
     except ARGUMENT_ERRORS as error:
         raise _QKV_NAMES.of(error) from None
 
@@ -234,9 +206,13 @@ def flash_attn_kvpacked_func(
     if unknown:
         raise unknown_keyword(flash_attn_kvpacked_func, unknown)
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
+    k, v = kv.unbind(-3)
+    request = new_request(
+        q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state,
+    )  # fmt: skip
     try:
-        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+        return _attend(request, return_attn_probs)
     except ARGUMENT_ERRORS as error:
         raise _KV_NAMES.of(error) from None
 
@@ -297,15 +273,19 @@ def flash_attn_varlen_func(
     if unknown:
         raise unknown_keyword(flash_attn_varlen_func, unknown)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits
-    if block_table is not None or out is not None:
-        if return_attn_probs is not False:
-            expect_bool("return_attn_probs", return_attn_probs)
-        options = UserOptions(*asked, lengths, precision), block_table, out, check_lengths
-        out, lse = attend_packed(q, k, v, softmax_scale, causal, deterministic, *options)
-        return (out, lse, None) if return_attn_probs else out
-    asked = *asked, _lengths(q, k, lengths, check_lengths), precision
-    return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
+    if block_table is None and out is None:
+        lengths = _lengths(q, k, lengths, check_lengths)
+    request = new_request(
+        q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, num_splits=num_splits,
+        lengths=lengths,
+    )  # fmt: skip
+    if block_table is None and out is None:
+        return _attend(request, return_attn_probs)
+    if return_attn_probs is not False:
+        expect_bool("return_attn_probs", return_attn_probs)
+    out, lse = attend_packed(request, block_table, out, check_lengths)
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -340,9 +320,13 @@ def flash_attn_varlen_qkvpacked_func(
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
     lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths, precision
+    q, k, v = qkv.unbind(-3)
+    request = new_request(
+        q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, lengths=lengths,
+    )  # fmt: skip
     try:
-        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+        return _attend(request, return_attn_probs)
     except ARGUMENT_ERRORS as error:
         raise _VARLEN_QKV_NAMES.of(error) from None
 
@@ -383,8 +367,12 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
     lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths, precision
+    k, v = kv.unbind(-3)
+    request = new_request(
+        q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, lengths=lengths,
+    )  # fmt: skip
     try:
-        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+        return _attend(request, return_attn_probs)
     except ARGUMENT_ERRORS as error:
         raise _KV_NAMES.of(error) from None

@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 
 from tl_attention import launch
 from tl_attention.api.flex_lists import KeptMask, kept_mask, listed
-from tl_attention.api.user_options import UserOptions, attention_with_options
 from tl_attention.checks.common import (
     FWD_DTYPES,
     check_deterministic,
@@ -54,15 +53,16 @@ from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.options import MAX_SCALE, options_of_parts, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
+from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
+from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
-from tl_attention.torch_ops.ops import attention, check_device_or_warn, in_bf16, scale_of
+from tl_attention.torch_ops.ops import check_device_or_warn, in_bf16, scale_of
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
 
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
-Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]
 
 
 @torch._disable_dynamo
@@ -132,48 +132,37 @@ def flex_attention(
         )
     if return_aux is not None:
         check_aux(return_aux, return_lse)
-    functions = score_mod, mask_mod, block_mask, attn_bias
     if has_wide_values(query, key, value):
         check_value_width(value)
         scale = scale_of(query, None) if scale is None else scale
         query, key = (pad(x, (0, value.shape[-1] - x.shape[-1])) for x in (query, key))
-    out, lse = attend(query, key, value, functions, scale, enable_gqa, deterministic, precision)
+    functions = score_mod, mask_mod, block_mask, attn_bias
+    request = new_request(
+        query, key, value, scale, False, deterministic, precision, heads_first=True, functions=functions, enable_gqa=enable_gqa
+    )  # fmt: skip
+    out, lse = attend_functions(request)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    functions: Functions,
-    scale: float | None,
-    enable_gqa: bool,
-    deterministic: bool,
-    precision: str | None = None,
-    rows_first: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of flex_attention, whose arguments these are, or of flash_attn_func.
-
-    Args:
-        functions: score_mod, mask_mod, block_mask, attn_bias.
-        rows_first: q, k, v and out are [batch, seqlen, heads, head_dim]; else [batch, heads, seqlen, head_dim].
-    """
+def attend_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call with functions, from unchecked arguments but for the switches of flex_attention."""
+    q, k, v, scale, _, deterministic, precision = request[:7]
+    functions, heads_first = request.functions, request.heads_first
     if not (type(q) is type(k) is type(v) is torch.Tensor):
         if isinstance(q, FakeTensor) and not _is_recorded():
-            return _shapes(q, k, v, functions, scale, enable_gqa, precision, rows_first)
+            return _shapes(request)
         if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
-            return _on_shards(q, k, v, functions, (scale, enable_gqa, deterministic, precision, rows_first))
+            return _on_shards(request)
     differentiate = torch.is_grad_enabled()
-    modes = enable_gqa, rows_first, differentiate
-    key, captures, mask = _key(q, k, v, functions, scale, modes)
+    key, captures, mask = _key(request, differentiate)
     try:
         prepared = None if key is None else _prepared.get(key)
     except TypeError:  # sizes that are symbols have no hash
         key = prepared = None
     if prepared is None:
-        call, prepared = _prepare(q, k, v, functions, scale, *modes, captures)
+        call, prepared = _prepare(request, differentiate, captures)
         if key is not None and prepared.slots is not None:
             if len(_prepared) >= MAX_PREPARED:
                 _prepared.clear()
@@ -183,53 +172,48 @@ def attend(
         call = Call(prepared.program, tuple([tensors[i] for i in prepared.slots]), prepared.numbers)
     if prepared.expands:
         k, v = expand_batch(q, k, v)
-    rows, heads = (q.shape[i] for i in ((1, 2) if rows_first else (2, 1)))
+    batch, heads, rows, _ = q.shape
+    if not heads_first:
+        rows, heads = heads, rows
     if prepared.recognized is not None:
-        options = prepared.recognized.of(call, q.shape[0], heads, q.device)
-        return _with_options(q, k, v, scale, options, rows_first, deterministic, precision)
+        options = prepared.recognized.of(call, batch, heads, q.device)
+        return _with_options(request._replace(k=k, v=v) if prepared.expands else request, options)
     parts = 0
     if precision is not None or q.dtype == torch.float32:
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
-            given = functions, scale, enable_gqa, deterministic, None, rows_first
-            return in_bf16(lambda *half: attend(*half, *given), q, k, v)
+            in_half = request._replace(precision=None)
+            return in_bf16(lambda q, k, v: attend_functions(in_half._replace(q=q, k=k, v=v)), q, k, v)
     if prepared.by_distance is not None and q.is_cuda:
-        sizes = q.shape[0], heads, rows, k.shape[1 if rows_first else 2]
+        sizes = batch, heads, rows, k.shape[2 if heads_first else 1]
         if math.prod(sizes) >= MIN_SCORES:
             call = prepared.by_distance.call(call, sizes, deterministic)
     if functions[2] is not None:
         # PyTorch's formula calls the mask
         by_bits = not differentiate or has_gradient_kernels(q, v, parts)
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
-    scale = scale_of(q, scale)
-    inputs = q, k, v, *call.tensors
-    if differentiate and any([x.requires_grad for x in inputs]):
+    layout = scale_of(q, scale), False, False, heads_first, deterministic
+    if differentiate and any([x.requires_grad for x in (q, k, v, *call.tensors)]):
         try:
-            return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
+            return _differentiable(call, layout, parts, q, k, v, *call.tensors)
         except RuntimeError:  # of torch, if it cannot save a tensor of inference mode
             captured = tuple(map(saveable, call.tensors))
             if all(map(operator.is_, captured, call.tensors)):
                 raise
             call = replace(call, tensors=captured)
-            return _differentiable(call, scale, deterministic, rows_first, parts, q, k, v, *captured)
-    return _forward(call, scale, deterministic, rows_first, parts, q, k, v)
+            return _differentiable(call, layout, parts, q, k, v, *captured)
+    return _forward(call, layout, parts, q, k, v)
 
 
-def _on_shards(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, functions: Functions, call: tuple
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """attend() of DTensors, on this rank's batch entries and heads.
-
-    Args:
-        call: scale, enable_gqa, deterministic, precision, rows_first.
-    """
-    *_, rows_first = call
+def _on_shards(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """attend_functions() of DTensors, on this rank's batch entries and heads."""
+    q, k, v, *_ = request
     try:
-        shards = Shards(q, k, v, axes_of_rows(heads_first=not rows_first))
-        _check_shards(shards, q, k, functions)
+        shards = Shards(q, k, v, axes_of_rows(request.heads_first))
+        _check_shards(shards, q, k, request.functions)
     except ARGUMENT_ERRORS as error:
-        raise (error if rows_first else _RENAMED.of(error)) from None
-    return shards.run(lambda *local: attend(*local, functions, *call), q, k, v)
+        raise (_RENAMED.of(error) if request.heads_first else error) from None
+    return shards.run(lambda q, k, v: attend_functions(request._replace(q=q, k=k, v=v)), q, k, v)
 
 
 def _check_shards(shards: Shards, q: torch.Tensor, k: torch.Tensor, functions: Functions) -> None:
@@ -282,39 +266,29 @@ def _reads(function: Callable | None, is_score: bool) -> tuple[frozenset[str], b
 
 
 def _forward(
-    call: Call,
-    scale: float,
-    deterministic: bool,
-    rows_first: bool,
-    parts: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    call: Call, layout: tuple, parts: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the kernels, on the CPU by the reference. parts: as in Options."""
+    """(out, lse) by the kernels, on the CPU by the reference.
+
+    Args:
+        layout: fields of options.Call.
+        parts: as in Options.
+    """
+    scale, _, _, heads_first, deterministic = layout
     if q.is_cuda:
         others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
-        return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
-    out, lse = flex_reference(*(_transposed(q, k, v) if rows_first else (q, k, v)), scale, call)
+        return launch.forward(q, k, v, scale, False, False, heads_first, **others)
+    out, lse = flex_reference(*((q, k, v) if heads_first else _transposed(q, k, v)), scale, call)
     out = out.to(q.dtype)
-    return (out.transpose(1, 2) if rows_first else out), lse
+    return (out if heads_first else out.transpose(1, 2)), lse
 
 
-def attend_by_functions(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    functions: Functions,
-    softmax_scale: float | None,
-    deterministic: bool,
-    options: tuple,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of flash_attn_func with functions; options: causal, then the fields of UserOptions, off but for the precision."""
-    check_deterministic(deterministic)
+def attend_by_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of flash_attn_func with functions, whose options must be off but for the precision."""
+    check_deterministic(request.deterministic)
     check_not_transformed(FLASH_NAMES.function)
-    *options, precision = options
-    check_no_options(options)
-    return attend(q, k, v, functions, softmax_scale, True, deterministic, precision, rows_first=True)
+    check_no_options(request)
+    return attend_functions(request)
 
 
 class _Prepared(NamedTuple):
@@ -342,19 +316,13 @@ _known_reads: dict[tuple, tuple[frozenset[str], bool]] = {}
 _prepared: dict[tuple, _Prepared] = {}
 
 
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    functions: Functions,
-    scale: float | None,
-    modes: tuple,
-) -> tuple[tuple | None, Captures | None, KeptMask | None]:
+def _key(request: Request, differentiate: bool) -> tuple[tuple | None, Captures | None, KeptMask | None]:
     """(key, captures, mask) of a call: key of its _Prepared, or None; captures of its functions; KeptMask of its block mask.
 
     The key holds all that _prepare() reads, so a known key has passed the checks. It keeps no tensor alive.
     """
-    score_mod, mask_mod, block_mask, attn_bias = functions
+    q, k, v, scale = request[:4]
+    score_mod, mask_mod, block_mask, attn_bias = request.functions
     mask = lists = None
     if not (scale is None or (type(scale) in (float, int) and -MAX_SCALE <= scale <= MAX_SCALE)):
         return None, None, None
@@ -368,7 +336,7 @@ def _key(
         if captures is None:
             return None, None, mask
         return (
-            captures.key, modes, lists,
+            captures.key, request.enable_gqa, request.heads_first, differentiate, lists,
             type(q), q.shape, q.stride(), q.dtype, q.device,
             type(k), k.shape, k.stride(), k.dtype, k.device,
             type(v), v.shape, v.stride(), v.dtype, v.device,
@@ -382,20 +350,10 @@ def _key(
         return None, None, None
 
 
-def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    functions: Functions,
-    scale: float | None,
-    enable_gqa: bool,
-    rows_first: bool,
-    differentiate: bool,
-    captures: Captures | None,
-) -> tuple[Call, _Prepared]:
+def _prepare(request: Request, differentiate: bool, captures: Captures | None) -> tuple[Call, _Prepared]:
     """Check the arguments of a call, trace its functions and look for options that compute them."""
-    score_mod, mask_mod, block_mask, attn_bias = functions
-    query, key, expands, names = _check(q, k, v, functions, scale, enable_gqa, rows_first)
+    score_mod, mask_mod, block_mask, attn_bias = request.functions
+    query, key, expands, names = _check(request)
     check_device_or_warn(query, traced=False)
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
@@ -418,22 +376,15 @@ def _prepare(
     return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    functions: Functions,
-    scale: float | None,
-    enable_gqa: bool,
-    rows_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, bool, Names]:
+def _check(request: Request) -> tuple[torch.Tensor, torch.Tensor, bool, Names]:
     """Check the arguments of a call, but for the functions themselves: (query, key, expands, names).
 
     query and key are [batch, heads, seqlen, head_dim]; expands: as in _Prepared.
     """
-    score_mod, mask_mod, block_mask, attn_bias = functions
+    q, k, v, scale, *_ = request
+    score_mod, mask_mod, block_mask, attn_bias = request.functions
     names, expanded = FLASH_NAMES, (k, v)
-    if rows_first:
+    if not request.heads_first:
         check_fwd(q, k, v, scale, False, heads_first=False, dtypes=FWD_DTYPES)
         query, key = _transposed(q, k)
     else:
@@ -445,7 +396,7 @@ def _check(
             raise _RENAMED.of(error) from None
         query, (key, _) = q, expanded
     check_sizes(query, key, names)
-    check_group(query, key, enable_gqa)
+    check_group(query, key, request.enable_gqa)
     check_function("score_mod", score_mod)
     check_function("mask_mod", mask_mod)
     if block_mask is not None:
@@ -455,25 +406,17 @@ def _check(
     return query, key, expanded[0] is not k, names
 
 
-def _shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    functions: Functions,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str | None,
-    rows_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
-    query, *_ = _check(q, k, v, functions, scale, enable_gqa, rows_first)
+    query, *_ = _check(request)
+    q, k, v, _, _, _, precision, *_ = request
     check_device_or_warn(query, traced=True)
     if precision is not None or q.dtype == torch.float32:
         check_precision(q, precision)
-    score_mod, mask_mod, block_mask, attn_bias = functions
+    score_mod, mask_mod, block_mask, attn_bias = request.functions
     captures = Captures.of(score_mod, mask_mod if block_mask is None else block_mask.mask_mod, attn_bias)
     inputs = [q, k, v, *(() if captures is None else captures.tensors)]
-    return _Shapes.apply(rows_first, *inputs)
+    return _Shapes.apply(request.heads_first, *inputs)
 
 
 def _is_recorded() -> bool:
@@ -485,12 +428,12 @@ class _Shapes(torch.autograd.Function):
     """Results and gradients of fake tensors."""
 
     @staticmethod
-    def forward(ctx: Any, rows_first: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, heads_first: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """inputs: q, k, v, captured tensors."""
         q, _, v, *_ = inputs
-        batch, heads, rows = (q.shape[i] for i in ((0, 2, 1) if rows_first else (0, 1, 2)))
+        batch, heads, rows = (q.shape[i] for i in ((0, 1, 2) if heads_first else (0, 2, 1)))
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
-        if rows_first and not q.is_cuda:  # the reference has heads first
+        if not (heads_first or q.is_cuda):  # the reference has heads first
             out = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
         ctx.save_for_backward(q)
@@ -508,24 +451,20 @@ def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _with_options(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    options: BuiltinOptions,
-    rows_first: bool,
-    deterministic: bool,
-    precision: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_options(request: Request, options: BuiltinOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of functions that are options, by the kernels of the options."""
+    q, k, v, scale, _, deterministic, precision = request[:7]
     if options.is_plain:
-        return attention(q, k, v, scale, options.causal, False, not rows_first, deterministic, precision)
-    q, k, v = (q, k, v) if rows_first else _transposed(q, k, v)
-    numbers = options.window, options.softcap, 0.0, options.alibi_slopes, None, None, 0, None
-    asked = UserOptions(*numbers, precision)
-    out, lse = attention_with_options(q, k, v, scale, options.causal, deterministic, asked)
-    return (out if rows_first else out.transpose(1, 2)), lse
+        heads_first = request.heads_first
+        return attend(
+            new_request(q, k, v, scale, options.causal, deterministic, precision, heads_first=heads_first)
+        )
+    if request.heads_first:
+        q, k, v = _transposed(q, k, v)
+    causal, window, softcap, slopes = options
+    asked = {"window_size": window, "softcap": softcap, "alibi_slopes": slopes}
+    out, lse = attend(new_request(q, k, v, scale, causal, deterministic, precision, **asked))
+    return (out.transpose(1, 2) if request.heads_first else out), lse
 
 
 @functools.cache
@@ -549,19 +488,11 @@ class _Flex(torch.autograd.Function):
     """Differentiable launch on a GPU, or reference on the CPU."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        scale: float,
-        deterministic: bool,
-        rows_first: bool,
-        parts: int,
-        *inputs: torch.Tensor,
-    ) -> tuple:
-        """inputs: q, k, v, captured tensors. parts: as in Options."""
+    def forward(ctx: Any, call: Call, layout: tuple, parts: int, *inputs: torch.Tensor) -> tuple:
+        """inputs: q, k, v, captured tensors. layout, parts: as in _forward()."""
         q, k, v, *_ = inputs
-        out, lse = _forward(call, scale, deterministic, rows_first, parts, q, k, v)
-        ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first, parts
+        out, lse = _forward(call, layout, parts, q, k, v)
+        ctx.asked = call.program, call.numbers, call.blocks, layout, parts
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
         return out, lse
@@ -569,26 +500,27 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        program, numbers, blocks, scale, deterministic, rows_first, parts = ctx.asked
+        program, numbers, blocks, layout, parts = ctx.asked
+        scale, _, _, heads_first, deterministic = layout
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
-            return *[None] * 8, *grads
-        check_order((FLASH_NAMES if rows_first else FLEX_NAMES).function, dout, dlse)
+            return *[None] * 6, *grads
+        check_order((FLEX_NAMES if heads_first else FLASH_NAMES).function, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
-        layout = scale, False, False, not rows_first, deterministic, dlse
         if q.is_cuda and has_gradient_kernels(q, v, parts):
             others = {"options": options_of_parts(parts), "traced": call}
-            found = launch.backward(dout, q, k, v, out, lse, *layout, **others)
+            modes = False, False, heads_first, deterministic, dlse
+            found = launch.backward(dout, q, k, v, out, lse, scale, *modes, **others)
         else:
-            inputs = _transposed(dout, q, k, v) if rows_first else (dout, q, k, v)
+            inputs = (dout, q, k, v) if heads_first else _transposed(dout, q, k, v)
             dq, dk, dv, *sums = flex_backward_reference(inputs[0], dlse, *inputs[1:], scale, call)
-            rows = _transposed(dq, dk, dv) if rows_first else (dq, dk, dv)
+            rows = (dq, dk, dv) if heads_first else _transposed(dq, dk, dv)
             found = dict(zip(("q", "k", "v", *program.learned), (*rows, *sums), strict=True))
         for i in program.learned:
             grads[i] = found[i].to(tensors[i].dtype)
-        return *[None] * 5, found["q"], found["k"], found["v"], *grads
+        return *[None] * 3, found["q"], found["k"], found["v"], *grads
 
 
 # Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them

@@ -23,8 +23,10 @@ from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.options import Options
+from tl_attention.problem.request import new_request
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.torch_ops.ops import attention, attention_backward, in_bf16, scale_of
+from tl_attention.torch_ops.attend import attend
+from tl_attention.torch_ops.ops import attention_backward, in_bf16, scale_of
 
 
 def mha_fwd_interface(
@@ -67,7 +69,9 @@ def mha_fwd_interface(
         expect_bool("return_kernel", return_kernel)
         check_fwd(q, k, v, sm_scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
         return _kernel_like(q, k, v, sm_scale, is_causal, check_precision(q, precision))
-    return attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True, precision=precision)
+    return attend(
+        new_request(q, k, v, sm_scale, is_causal, precision=precision, heads_first=True, lse_base2=True)
+    )
 
 
 def _kernel_like(
@@ -75,7 +79,7 @@ def _kernel_like(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
     scale = scale_of(q, sm_scale)
-    run = attention
+    run = _attend_base2
     if q.device.type != "cpu":
         check_device(q)
         options = Options(parts=parts) if parts > 1 else None
@@ -86,6 +90,13 @@ def _kernel_like(
 
     kernel(q, k, v)
     return kernel
+
+
+def _attend_base2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, *_: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """mha_fwd_interface, with the arguments of launch.forward."""
+    return attend(new_request(q, k, v, scale, is_causal, heads_first=True, lse_base2=True))
 
 
 def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

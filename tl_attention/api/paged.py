@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tl_attention.api.user_options import UserOptions, checked_options
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
 from tl_attention.checks.kvcache import cache_capacity
@@ -21,7 +20,9 @@ from tl_attention.checks.paged import (
 )
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.problem.options import ARGUMENTS, NUMBERS, Call, Options, parse_arguments, writing
+from tl_attention.problem.request import Request
 from tl_attention.reference.kvcache import paged_varlen_reference
+from tl_attention.torch_ops.attend import checked_options
 from tl_attention.torch_ops.ops import (
     Outputs,
     are_plain,
@@ -34,29 +35,21 @@ from tl_attention.torch_ops.ops import (
 
 
 def attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    deterministic: bool,
-    asked: UserOptions,
-    block_table: torch.Tensor | None,
-    out: torch.Tensor | None,
-    check_lengths: bool,
+    request: Request, block_table: torch.Tensor | None, out: torch.Tensor | None, check_lengths: bool
 ) -> Outputs:
     """(out, lse) of flash_attn_varlen_func with block_table or out, from unchecked arguments."""
+    q, k, v, softmax_scale, causal, deterministic, *_ = request
     name = "out" if block_table is None else "block_table"
     check_no_fp32(name, q)
     if torch.is_grad_enabled():
-        check_forward_only(name, q, k, v, asked.learnable_sink)
-    cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k = asked.lengths
+        check_forward_only(name, q, k, v, request.learnable_sink)
+    cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k = request.lengths
     keys = 0
     if block_table is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=True)
         keys = k.shape[0]
     else:
-        check_paged(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, asked.dropout_p)
+        check_paged(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, request.dropout_p)
         expect_scale("softmax_scale", softmax_scale)
         expect_bool("causal", causal)
         keys = cache_capacity(k, block_table)
@@ -66,10 +59,10 @@ def attend_packed(
         check_out(q, v.shape[-1], out)
     check_deterministic(deterministic)
     expect_bool("check_lengths", check_lengths)
-    asked = asked._replace(lengths=(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k))
-    causal, options = checked_options(q, keys, causal, asked)
+    lengths = cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k
+    causal, options = checked_options(request._replace(lengths=lengths), keys)
     if check_lengths or checks_lengths.ALWAYS:
-        cu_seqlens_q, *_ = checked_lengths(q, k, asked.lengths, NAMES, block_table)
+        cu_seqlens_q, *_ = checked_lengths(q, k, lengths, NAMES, block_table)
         options = dataclasses.replace(options, cu_seqlens_q=cu_seqlens_q)
     if options.sink is not None:
         # detach() makes a plain tensor of a parameter

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.program import BLOCK_BITS, HOW_BITS, Call
+from tl_attention.problem.request import Request
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
@@ -28,7 +29,6 @@ OPTIONS_OFF = (
     ("learnable_sink", None),
     ("rng_state", None),
     ("num_splits", 0),
-    ("seqlens", None),
 )
 
 
@@ -103,9 +103,10 @@ def check_not_transformed(function: str) -> None:
         )
 
 
-def check_no_options(options: tuple) -> None:
-    """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions but the precision."""
-    for (name, off), value in zip(OPTIONS_OFF, options, strict=True):
+def check_no_options(request: Request) -> None:
+    """Refuse options of flash_attn_func beside functions, but for the precision."""
+    for name, off in OPTIONS_OFF:
+        value = getattr(request, name)
         if isinstance(off, bool):
             expect_bool(name, value)
         if name == "window_size":

@@ -12,7 +12,9 @@ from tl_attention.checks.common import expect_scale
 from tl_attention.checks.fp32 import check_precision
 from tl_attention.integrations import torch_masks
 from tl_attention.problem.options import Options, canonical_window
-from tl_attention.torch_ops.ops import attention, run_backward_op
+from tl_attention.problem.request import new_request
+from tl_attention.torch_ops.attend import attend
+from tl_attention.torch_ops.ops import run_backward_op
 
 NAME = "tl_attention"
 _handle: Handle | None = None
@@ -316,7 +318,7 @@ def sdpa_forward(
         )
         return _with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
     with torch.no_grad():
-        out, lse = attention(query, key, value, scale, is_causal, lse_base2=False, heads_first=True)
+        out, lse = attend(new_request(query, key, value, scale, is_causal, heads_first=True))
     state, unused = _dropout_state(query, 0.0)
     rest = state.view(torch.uint64), unused, query.new_empty(0)
     return _with_strides_of(out, query), lse, None, None, *lengths, *rest

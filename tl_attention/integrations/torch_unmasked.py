@@ -13,8 +13,10 @@ from tl_attention.checks.flex import MAX_BATCH, MAX_LENGTH
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.options import MAX_SCALE, Options
+from tl_attention.problem.request import new_request
 from tl_attention.problem.target import is_hopper
-from tl_attention.torch_ops.ops import attention, run_backward_op
+from tl_attention.torch_ops.attend import attend
+from tl_attention.torch_ops.ops import run_backward_op
 
 
 def serves(
@@ -81,7 +83,7 @@ def forward(
     """out [batch, heads, seqlen_q, head_dim_v], a view of [batch, seqlen_q, heads, head_dim_v]; natural lse [batch, heads, seqlen_q]."""
     qkv = (x.transpose(1, 2) for x in (query, key, value))
     with torch.no_grad():
-        out, lse = attention(*qkv, scale, causal, lse_base2=False, heads_first=False)
+        out, lse = attend(new_request(*qkv, scale, causal))
     return out.transpose(1, 2), lse
 
 

@@ -48,7 +48,7 @@ class PlanCache(threading.local):
     """Per-thread cache of launch plans, keyed by tensor metadata (shape, stride, dtype, device), never by values.
 
     Attributes:
-        calls: facts of calls with options, under the signatures of user_options.py; cleared on its own.
+        calls: facts of calls, under the signatures of torch_ops/attend.py; cleared on its own.
     """
 
     def __init__(self):

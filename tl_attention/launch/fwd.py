@@ -200,8 +200,8 @@ class FwdPlan:
         if found is None:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
-        self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
-        self.shares = config.schedule == "shared"
+        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "shared"
+        self.tickets = self.device, config.schedule in ("dynamic", "shared"), TICKETS + self.sms * self.shares
         self.hold_max = config.hold_max
         if self.packed:
             self.step_rows = config.block_N
@@ -322,21 +322,19 @@ class FwdPlan:
         views_of = self.views.replaced if lazy else self.views.of
         if self.pages is not None:
             q_view, out_view = views_of(q, out)
-            qkv = q_view, *self.pages.views.of(k, v)
+            views = q_view, *self.pages.views.of(k, v), out_view
         else:
             if self.packed and (self.added or self.split is not None):
                 q, k, v, out = (x[None] for x in (q, k, v, out))
             if self.added:
-                qkv, out_view = views_of(q, k, v), out.transpose(1, 2) if self.heads_first else out
+                views = *views_of(q, k, v), out.transpose(1, 2) if self.heads_first else out
             elif self.split is None:
-                *qkv, out_view = views_of(q, k, v, out)
+                views = views_of(q, k, v, out)
             else:
                 q, (parts, share) = halves(q), self.split(k, v)  # alive until the launch
-                qkv = *self.views.of(q), *self.part_views.of(*parts)
-                (out_view,) = self.out_view.of(out)
+                views = *self.views.of(q), *self.part_views.of(*parts), *self.out_view.of(out)
         results = (out, lse) if self.combine is None else [empty(*x) for x in self.partial]
-        flags = (TICKETS + self.sms,) if self.shares else ()
-        tickets = stream_tickets(self.device, self.dynamic or self.shares, *flags)
+        tickets = stream_tickets(*self.tickets)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
         if self.has_options:
@@ -353,8 +351,9 @@ class FwdPlan:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
         arguments += share
         if self.combine is None:
-            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
+            self.kernel(*views, lse, tickets, softmax_scale, unit, *arguments)
             return
+        *qkv, out_view = views
         self.kernel(*qkv, *results, tickets, softmax_scale, 1.0, *arguments)
         merged = out_view, lse
         if self.packed:

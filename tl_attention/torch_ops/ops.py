@@ -1,7 +1,6 @@
 """Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces them without a graph break.
 
-attention and attention_backward are the entries of the public functions without options. To save host time they skip the op if nothing
-traces the call, and the checks if tensors with the same metadata have passed them before. user_options.py does so for calls with options.
+To save host time a call skips the op if nothing traces it: see attend.py, and attention_backward for a backward without autograd.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from tl_attention import launch
 from tl_attention.checks.common import (
     FWD_DTYPES,
     check_bwd,
-    check_deterministic,
     check_device,
     check_fwd,
-    is_dtensor,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.lengths import check_cpu_lengths
@@ -46,7 +43,6 @@ from tl_attention.reference import (
     varlen_backward_reference,
     varlen_reference,
 )
-from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
 from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
 
@@ -319,10 +315,11 @@ class _Attention(torch.autograd.Function):
 
 
 # Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
-_differentiable = super(torch.autograd.Function, _Attention).apply
+differentiable = super(torch.autograd.Function, _Attention).apply
 
 
 # Bound once: each dot costs 20 ns of a plain call
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
@@ -333,7 +330,7 @@ _forward_ad = torch.autograd.forward_ad
 def is_traced() -> bool:
     """True if a tracer, a dispatch mode or a transform of torch must see the op."""
     return (
-        torch.compiler.is_compiling()
+        _is_compiling()
         or _dispatch_modes() > 0
         or _innermost_transform() is not None
         or _tracing_state() is not None
@@ -381,53 +378,13 @@ def in_bf16(run: Callable[..., tuple], *tensors: torch.Tensor) -> tuple[torch.Te
     return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool = False,
-    precision: str | None = None,
-) -> Outputs:
-    """(out, lse) of plain or causal attention, from the unchecked arguments of a public function."""
-    traced = is_traced() or not (type(q) is type(k) is type(v) is torch.Tensor)
-    plan = None
-    if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
-        plan = launch.fwd_plan(q, k, v, causal, heads_first)
-    if plan is None:
-        if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
-            given = softmax_scale, causal, lse_base2, heads_first, deterministic, precision
-            shards = Shards(q, k, v, axes_of_rows(heads_first))
-            return shards.run(lambda *local: attention(*local, *given), q, k, v)
-        check_fwd(q, k, v, softmax_scale, causal, heads_first, dtypes=FWD_DTYPES)
-        check_deterministic(deterministic)
-        parts = check_precision(q, precision)
-        if runs_in_bf16(q, parts):
-            given = softmax_scale, causal, lse_base2, heads_first, deterministic
-            return in_bf16(lambda *half: attention(*half, *given), q, k, v)
-        if parts:  # its plans have the precision in their keys
-            call = Call(scale_of(q, softmax_scale), causal, lse_base2, heads_first, deterministic)
-            return attend(q, k, v, call, Options(parts=parts))
-        check_device_or_warn(q, traced)
-
-    scale = scale_of(q, softmax_scale)
-    if plan is None and (traced or not q.is_cuda):
-        return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
-    run = plan or _launch_like(Call(scale, causal, lse_base2, heads_first, deterministic))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        call = scale, causal, lse_base2, heads_first, deterministic
-        return _differentiable(q, k, v, None, call, None, run)
-    return run(q, k, v, scale, lse_base2)
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options) -> Outputs:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options | None) -> Outputs:
     """(out, lse) from checked arguments."""
-    arguments = options.arguments()
-    others = (x for x in arguments[NUMBERS:] if x is not None and x is not options.sink)
-    of_sink = type(options.sink) in (torch.Tensor, torch.nn.Parameter, type(None))
+    arguments, sink = (), None
+    if options is not None:
+        arguments, sink = options.arguments(), options.sink
+    others = (x for x in arguments[NUMBERS:] if x is not None and x is not sink)
+    of_sink = type(sink) in (torch.Tensor, torch.nn.Parameter, type(None))
     traced = is_traced() or not (of_sink and are_plain(q, k, v, *others))
     check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
@@ -456,26 +413,28 @@ def run_eagerly(
     k: torch.Tensor,
     v: torch.Tensor,
     call: tuple,
-    options: Options,
-    run: Callable[..., Outputs],
+    options: Options | None,
+    launch: Callable[..., Outputs],
 ) -> Outputs:
-    """(out, lse) by run, as FwdPlan, on plain tensors on a GPU."""
-    sink = options.sink
+    """(out, lse) by launch, as FwdPlan, on plain tensors on a GPU."""
+    sink = None if options is None else options.sink
     if sink is not None and type(sink) is not torch.Tensor:
         options = options.with_tensors(sink=sink.detach())  # makes a plain tensor of a parameter
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):
         try:
-            return _differentiable(q, k, v, sink, call, options, run)
+            return differentiable(q, k, v, sink, call, options, launch)
         except (
             RuntimeError
         ):  # of torch, if it cannot save a tensor of inference mode: asking each tensor would take time
+            if options is None:
+                raise
             saved = {name: saveable(x) for name, x in zip(TENSORS, options.tensors(), strict=True)}
             if all(x is getattr(options, name) for name, x in saved.items()):
                 raise
-            return _differentiable(q, k, v, saved["sink"], call, options.with_tensors(**saved), run)
-    return run(q, k, v, call[0], call[2], options)
+            return differentiable(q, k, v, saved["sink"], call, options.with_tensors(**saved), launch)
+    return launch(q, k, v, call[0], call[2], options)
 
 
 def attention_backward(
@@ -490,7 +449,7 @@ def attention_backward(
     deterministic: bool,
     precision: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) of attention() with base-2 lse and heads first, from the unchecked arguments of a public function."""
+    """(dq, dk, dv) of a call with base-2 lse and heads first, from the unchecked arguments of a public function."""
     tensors = dout, q, k, v, out, lse
     traced = (
         is_traced()

@@ -31,7 +31,7 @@ class BuiltinOptions(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        return self == BuiltinOptions(self.causal)
+        return self.alibi_slopes is None and not self.softcap and self.window == (UNLIMITED, UNLIMITED)
 
     def __str__(self) -> str:
         """Arguments of flash_attn_func."""

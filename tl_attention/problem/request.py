@@ -1,0 +1,76 @@
+"""One call of attention, as a public function got it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]
+
+
+class Request(NamedTuple):
+    """Tensors and options of a call by the names of flash_attn_func, unchecked.
+
+    The functions of api/ make it, and pass it on whole: torch_ops/attend.py checks and runs it, api/flex.py one with functions of scores.
+
+    Args:
+        heads_first: q, k and v are [batch, heads, seqlen, head_dim]; else [batch, seqlen, heads, head_dim], with lengths [total, heads,
+            head_dim].
+        lse_base2: the log-sum-exp is wanted in base 2; else natural.
+        lengths: of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k.
+        functions: score_mod, mask_mod, block_mask, attn_bias of flex_attention; None: there are none.
+        enable_gqa: of a call with functions: k and v may have fewer heads than q.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    softmax_scale: float | None
+    causal: bool
+    deterministic: bool
+    precision: str | None
+    window_size: tuple[int | None, int | None]
+    softcap: float
+    dropout_p: float
+    alibi_slopes: torch.Tensor | None
+    learnable_sink: torch.Tensor | None
+    rng_state: torch.Tensor | None
+    num_splits: int
+    lengths: tuple | None
+    heads_first: bool
+    lse_base2: bool
+    functions: Functions | None
+    enable_gqa: bool
+
+
+_new = tuple.__new__  # half the time of a call of the class
+
+
+def new_request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    precision: str | None = None,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    num_splits: int = 0,
+    lengths: tuple | None = None,
+    heads_first: bool = False,
+    lse_base2: bool = False,
+    functions: Functions | None = None,
+    enable_gqa: bool = True,
+) -> Request:
+    fields = (
+        q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, alibi_slopes, learnable_sink,
+        rng_state, num_splits, lengths, heads_first, lse_base2, functions, enable_gqa,
+    )  # fmt: skip
+    return _new(Request, fields)

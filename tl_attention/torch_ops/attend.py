@@ -1,0 +1,263 @@
+"""The way of a call without functions of scores, from its Request to a launch or to the ops of torch.
+
+A call whose signature is that of an earlier one skips the checks, and finds its launch plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_attention import launch
+from tl_attention.checks.common import (
+    FWD_DTYPES,
+    check_deterministic,
+    check_fwd,
+    check_lengths,
+    check_num_splits,
+    check_options,
+    describe,
+    is_dtensor,
+)
+from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.launch import kept_call
+from tl_attention.problem.options import (
+    MAX_SCALE,
+    Call,
+    Options,
+    as_stored,
+    as_stored_eagerly,
+    canonical_window,
+)
+from tl_attention.problem.request import Request
+from tl_attention.torch_ops.dropout import draw, dropout_state_op
+from tl_attention.torch_ops.dtensors import Axes, Shards, axes_of_rows
+from tl_attention.torch_ops.ops import (
+    Outputs,
+    differentiable,
+    in_bf16,
+    is_traced,
+    run,
+    run_eagerly,
+    scale_of,
+)
+
+# Bound once: each dot costs 20 ns of a plain call
+_Tensor, _FLOAT32, _is_grad_enabled = torch.Tensor, torch.float32, torch.is_grad_enabled
+
+
+class _KnownCall(NamedTuple):
+    """Facts that follow from the signature of a call that has passed the checks. They hold no tensor.
+
+    Attributes:
+        causal, options: in canonical form; the options without their tensors, None if all are off.
+    """
+
+    causal: bool
+    options: Options | None
+    default_scale: float
+    plan: Callable[..., Outputs]
+
+
+def attend(request: Request) -> Outputs:
+    """(out, lse) of a call, from unchecked arguments.
+
+    The signature of a call is all that its checks and its launch plan depend on: metadata of tensors, and numbers with their types, as
+    1, 1.0 and True are equal. It holds no tensor. q is on a GPU; k and v on another device have another index.
+    """
+    (
+        q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, slopes, sink, rng_state, num_splits,
+        lengths, heads_first, lse_base2, _, _,
+    ) = request  # fmt: skip
+    known = signature = None
+    if (
+        type(q) is type(k) is type(v) is _Tensor
+        and not is_traced()
+        and q.is_cuda
+        and type(causal) is type(deterministic) is bool
+        and (
+            softmax_scale is None
+            or (type(softmax_scale) is float and -MAX_SCALE <= softmax_scale <= MAX_SCALE)
+        )
+        and type(window_size) in (tuple, list)
+        and len(window_size) == 2
+    ):
+        left, right = window_size
+        try:
+            facts = ()
+            if q.dtype is _FLOAT32:
+                if q.is_neg() or k.is_neg() or v.is_neg():  # launch.forward makes copies
+                    raise _Unknown
+                precision = torch.get_float32_matmul_precision() if precision is None else precision
+            if not (lengths is slopes is sink is rng_state is None):
+                facts = _facts(lengths, slopes, sink, rng_state)
+            signature = (
+                q.shape, q.stride(), q.dtype, q.get_device(),
+                k.shape, k.stride(), k.dtype, k.get_device(),
+                v.shape, v.stride(), v.dtype, v.get_device(),
+                causal, heads_first, left, right, softcap, dropout_p, num_splits,
+                type(left), type(right), type(softcap), type(dropout_p), type(num_splits), precision, facts,
+            )  # fmt: skip
+            known = kept_call(signature)
+        # A nested or sparse tensor, an option without a hash, settings of torch that differ, tensors that each call checks
+        except (RuntimeError, TypeError, _Unknown):
+            signature = None
+    if known is None:
+        return _attend_new(request, signature)
+    causal, options, default_scale, plan = known
+    scale = default_scale if softmax_scale is None else softmax_scale
+    call = scale, causal, lse_base2, heads_first, deterministic
+    if options is not None:
+        return run_eagerly(q, k, v, call, _options_again(request, options), plan)
+    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return differentiable(q, k, v, None, call, None, plan)
+    return plan(q, k, v, scale, lse_base2)
+
+
+class _Unknown(Exception):
+    """A call that is checked each time."""
+
+
+def _facts(
+    lengths: tuple | None,
+    slopes: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+) -> tuple:
+    """Part of a signature: metadata of the tensors of options, and upper bounds of lengths."""
+    facts: list[Any] = []
+    tensors = slopes, rng_state
+    if lengths is not None:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k = lengths
+        # launch_forward clears unused rows; a bound may be a tensor
+        if seqused_q is not None or _Tensor in (type(max_seqlen_q), type(max_seqlen_k)):
+            raise _Unknown
+        facts += max_seqlen_q, max_seqlen_k, type(max_seqlen_q), type(max_seqlen_k)
+        tensors = slopes, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_k
+    for x in tensors:
+        if x is None:
+            facts.append(None)
+        elif type(x) is _Tensor:
+            facts += x.shape, x.stride(), x.dtype, x.device
+        else:
+            raise _Unknown
+    if slopes is not None and slopes.requires_grad and _is_grad_enabled():
+        raise _Unknown
+    if sink is not None:
+        if type(sink) not in (_Tensor, torch.nn.Parameter):
+            raise _Unknown
+        facts += sink.shape, sink.stride(), sink.dtype, sink.device
+    return tuple(facts)
+
+
+def _options_again(request: Request, options: Options) -> Options:
+    """Options of a call whose signature is known. options: those of an earlier call, without its tensors."""
+    slopes, sink, lengths = request.alibi_slopes, request.learnable_sink, request.lengths
+    if lengths is not None:
+        cu_seqlens_q, cu_seqlens_k, _, _, _, seqused_k = lengths
+    elif slopes is None and sink is None and not request.dropout_p:
+        return options
+    else:
+        cu_seqlens_q = cu_seqlens_k = seqused_k = None
+    return options.with_tensors(
+        rng_state=_state_of_dropout(request),
+        alibi_slopes=None if slopes is None else as_stored(slopes).contiguous(),
+        sink=None if sink is None else as_stored(sink).contiguous(),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+    )
+
+
+def _attend_new(request: Request, signature: tuple | None) -> Outputs:
+    """(out, lse) of a call that is checked. signature: key under which facts of it are kept; None: nothing is kept."""
+    q, k, v, softmax_scale, causal, deterministic, *_ = request
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        return _on_shards(request)
+    packed, heads_first = request.lengths is not None, request.heads_first
+    check_fwd(q, k, v, softmax_scale, causal, heads_first, packed, FWD_DTYPES)
+    check_deterministic(deterministic)
+    causal, options = checked_options(request, k.shape[0])
+    if runs_in_bf16(q, options.parts):
+        return in_bf16(lambda q, k, v: attend(request._replace(q=q, k=k, v=v, precision=None)), q, k, v)
+    options = None if options.is_off else options
+    call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, heads_first, deterministic)
+    results = run(q, k, v, call, options)
+    plan = None if signature is None else launch.fwd_plan(q, k, v, causal, heads_first, options)
+    if plan is not None:
+        kept = None if options is None else options.without_tensors()
+        launch.keep_call(signature, _KnownCall(causal, kept, scale_of(q, None), plan))
+    return results
+
+
+def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
+    """Check options; return (causal, options) in canonical form. keys: upper bound of the keys of a packed sequence."""
+    q, dropout_p = request.q, request.dropout_p
+    cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
+    max_seqlens, batch = [0, 0], q.shape[0]
+    if request.lengths is not None:
+        check_lengths(q, *request.lengths)
+        cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = request.lengths
+        batch = cu_seqlens_q.shape[0] - 1
+        # Reading a tensor would synchronize with the GPU; the total number of rows bounds a length, too
+        rows = q.shape[0], keys
+        max_seqlens = [
+            n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
+        ]
+    check_num_splits(request.num_splits)
+    slopes, sink = request.alibi_slopes, request.learnable_sink
+    window_size, softcap = request.window_size, request.softcap
+    check_options(q, batch, window_size, softcap, dropout_p, slopes, sink, request.rng_state)
+    causal, window = canonical_window(request.causal, window_size)
+    return causal, Options(
+        window=window,
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        max_seqlen_q=max_seqlens[0],
+        max_seqlen_k=max_seqlens[1],
+        num_splits=request.num_splits,
+        parts=check_precision(q, request.precision),
+        rng_state=_state_of_dropout(request),
+        alibi_slopes=None if slopes is None else as_stored_eagerly(slopes).contiguous(),
+        sink=None if sink is None else as_stored_eagerly(sink).contiguous(),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )
+
+
+def _state_of_dropout(request: Request) -> torch.Tensor | None:
+    """State of dropout in a launch: by default drawn; None without dropout."""
+    if not request.dropout_p:
+        return None
+    if request.rng_state is None:
+        return dropout_state_op(request.q) if is_traced() else draw(request.q)
+    return request.rng_state
+
+
+def _on_shards(request: Request) -> Outputs:
+    """attend() of DTensors, on this rank's batch entries and heads."""
+    if request.dropout_p:
+        raise NotImplementedError(
+            "dropout_p: expected 0 with DTensors, as a mask depends on batch entry and head, got"
+            f" {describe(request.dropout_p)}; call .to_local() on q, k and v"
+        )
+    lengths, slopes = request.lengths, request.alibi_slopes
+    q, k, v, *_ = request
+    shards = Shards(q, k, v, axes_of_rows(request.heads_first, packed=lengths is not None))
+    axes = Axes(0, 1) if getattr(slopes, "ndim", 1) == 2 else Axes(None, 0)
+    sink = shards.option("learnable_sink", request.learnable_sink, Axes(None, 0))
+    slopes = shards.option("alibi_slopes", slopes, axes)
+    if lengths is not None:
+        for x in lengths:
+            if is_dtensor(x) and not all(placement.is_replicate() for placement in x.placements):
+                raise NotImplementedError(
+                    "cu_seqlens, seqused: expected replicated DTensors or tensors of this rank beside DTensors, got placements"
+                    f" {tuple(x.placements)}; pass .full_tensor()"
+                )
+        lengths = tuple(x.to_local() if is_dtensor(x) else x for x in lengths)
+    own = request._replace(rng_state=None, learnable_sink=sink, alibi_slopes=slopes, lengths=lengths)
+    return shards.run(lambda q, k, v: attend(own._replace(q=q, k=k, v=v)), q, k, v)

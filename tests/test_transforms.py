@@ -353,7 +353,8 @@ def test_module_of_the_ops_loads_again():
     """Reload as an editor does, in a process of its own."""
     code = """
 import importlib, torch
-from tl_attention import flash, ops
+from tl_attention.api import flash
+from tl_attention.torch_ops import ops
 for module in (ops, flash, ops, flash):
     importlib.reload(module)
     q = torch.ones(1, 2, 2, 8, dtype=torch.bfloat16)

@@ -265,6 +265,7 @@ class PackedTiles:
         by_sequence: bool = False,
     ):
         self.kernel, self.causal, self.device, self.by_sequence = kernel, causal, device, by_sequence
+        self.unused = unused_arguments(device)
         self.counts = table_counts(total_q, total_k, batch, by_sequence)
         self.blocks, self.blocks_of_both = (dense((n, 2, batch + 1), torch.int32) for n in (1, 2))
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
@@ -285,7 +286,7 @@ class PackedTiles:
             step_rows: rows per step of the kernel that reads the table.
             lse: [.., total_q].
         """
-        table, unused = empty(*self.table_q), unused_arguments(self.device)
+        table, unused = empty(*self.table_q), self.unused
         lse = lse.view(-1, lse.shape[-1]) if self.clearing_ctas else unused.slopes
         self._fill(options, step_rows, self.blocks, table, unused.table, self.rows.of(out) * 3, lse)
         return table
@@ -295,8 +296,8 @@ class PackedTiles:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tile tables of queries and of keys, as table(). gradients: dq, dk, dv."""
         tables = empty(*self.table_q), empty(*self.table_k)
-        rows, unused = self.rows.of(*gradients), unused_arguments(self.device).slopes
-        self._fill(options, step_rows, self.blocks_of_both, *tables, rows, unused)
+        rows = self.rows.of(*gradients)
+        self._fill(options, step_rows, self.blocks_of_both, *tables, rows, self.unused.slopes)
         return tables
 
     def _fill(
@@ -311,7 +312,7 @@ class PackedTiles:
     ) -> None:
         left, right = (MAX_WINDOW, 0) if self.causal else options.bounds
         used_q, used_k = options.seqused_q, options.seqused_k
-        unused = unused_arguments(self.device).lengths
+        unused = self.unused.lengths
         self.kernel(
             options.cu_seqlens_q,
             options.cu_seqlens_k,

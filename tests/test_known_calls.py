@@ -21,7 +21,7 @@ from tl_attention import (
     mha_fwd_interface,
 )
 from tl_attention.launch.common import PlanCache, UnusedArguments
-from tl_attention.problem.options import Options
+from tl_attention.problem.options import PUBLIC_NAMES, TENSOR_RULES, Options
 from tl_attention.torch_ops import attend as attend_module
 from tl_attention.torch_ops import ops
 
@@ -208,6 +208,21 @@ def test_other_metadata_and_modes_are_no_known_call(kernels, checks, monkeypatch
         flash_attn_func(q, k, v, **window)
     torch.vmap(lambda x: flash_attn_func(x, x, x, **window))(torch.stack([q, q]))
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("field", TENSOR_RULES)
+def test_each_tensor_of_options_is_in_the_signature(field, kernels, checks):
+    rule, qkv = TENSOR_RULES[field], leaves(2, 16, HEADS, 64)
+    sizes = {"batch": 2, "heads": HEADS}
+    x = torch.ones([sizes.get(n, n) for n in rule.shapes[0]], dtype=rule.dtypes[0])
+    for dropout_p in (0.0, 0.5):
+        done = len(checks)
+        for _ in range(2):
+            flash_attn_func(*qkv, dropout_p)
+        assert len(checks) == done + 1
+        for _ in range(2):
+            flash_attn_func(*qkv, dropout_p, **{PUBLIC_NAMES[field]: x})
+        assert len(checks) == done + 2
 
 
 def test_fp32_calls_are_known_by_their_precision(kernels, checks):

@@ -162,7 +162,8 @@ def flash_attn_with_kvcache(
         expect_bool("causal", causal)
         expect_bool("rotary_interleaved", rotary_interleaved)
         check_splits(num_splits, batch_invariant)
-        check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
+        of_scores = {"alibi_slopes": alibi_slopes, "sink": sink}
+        check_options(q, q.shape[0], window_size, softcap, 0.0, of_scores)
         if workspace is not None:
             sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
             device = q.device.index

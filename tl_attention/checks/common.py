@@ -14,7 +14,14 @@ from types import MappingProxyType
 import torch
 
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
-from tl_attention.problem.options import MAX_SCALE, MAX_SOFTCAP, MIN_SOFTCAP
+from tl_attention.problem.options import (
+    GRADIENTS,
+    MAX_SCALE,
+    MAX_SOFTCAP,
+    MIN_SOFTCAP,
+    PUBLIC_NAMES,
+    TENSOR_RULES,
+)
 from tl_attention.problem.target import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
@@ -27,6 +34,8 @@ BY_KEYWORD = (
 )
 ONE_PER_SEQUENCE = "pass an entry per sequence"
 NO_HINTS: Mapping[int, str] = MappingProxyType({})
+# What to pass instead of a tensor of options of another shape
+_WANTED = {"rng_state": "pass a seed and an offset", "alibi_slopes": "pass a slope per head of q"}
 
 
 def describe(x: object) -> str:
@@ -390,27 +399,27 @@ def check_options(
     window_size: Sequence[int | None],
     softcap: float,
     dropout_p: float,
-    alibi_slopes: torch.Tensor | None,
-    learnable_sink: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
+    tensors: Mapping[str, torch.Tensor | None],
 ) -> None:
-    """Check the options that change scores or probabilities; q is [.., heads, head_dim]."""
-    heads = q.shape[-2]
+    """Check the options that change scores or probabilities; q is [.., heads, head_dim].
+
+    Args:
+        tensors: by fields of Options.
+    """
+    sizes = {"batch": batch, "heads": q.shape[-2]}
     check_window(window_size)
     expect_softcap(softcap)
     expect_dropout("dropout_p", dropout_p, BY_KEYWORD)
-    if rng_state is not None:
-        expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,), "pass a seed and an offset")
-    if alibi_slopes is not None:
-        shapes = (heads,), (batch, heads)
-        expect_like("alibi_slopes", alibi_slopes, q, shapes, (torch.float32,), "pass a slope per head of q")
-        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+    for field, rule in TENSOR_RULES.items():
+        x, name = tensors.get(field), PUBLIC_NAMES[field]
+        if x is None:
+            continue
+        shapes = tuple(tuple(sizes.get(n, n) for n in shape) for shape in rule.shapes)
+        expect_like(name, x, q, shapes, rule.dtypes, _WANTED.get(field, "pass a number per head of q"))
+        if field not in GRADIENTS and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "alibi_slopes: expected a tensor that needs no gradient, got requires_grad=True; pass alibi_slopes.detach()"
+                f"{name}: expected a tensor that needs no gradient, got requires_grad=True; pass {name}.detach()"
             )
-    if learnable_sink is not None:
-        dtypes = torch.float32, *DTYPES
-        expect_like("learnable_sink", learnable_sink, q, ((heads,),), dtypes, "pass a number per head of q")
 
 
 def expect_dropout(name: str, p: float, hint: str) -> None:

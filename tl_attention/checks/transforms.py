@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention.problem.attn_problem import MAX_JVP_HEAD_DIM
+from tl_attention.problem.options import PUBLIC_NAMES
 
 FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)"
-PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # field of Options -> public argument
 ARGUMENT_ERRORS = (TypeError, ValueError, NotImplementedError, IndexError)
 _MESSAGE = re.compile(r"[\w, \[\]]+: expected ")
 _SEPARATOR = re.compile(r", and |, or |, | and | or ")
@@ -65,7 +65,7 @@ def check_jvp(q: torch.Tensor, v: torch.Tensor, options: Sequence[str]) -> None:
             f"q, k, v: expected bfloat16 or float16 in {FORWARD_MODE}, got float32; use torch.func.vjp, or ref_mha_fwd_interface"
         )
     if options:
-        names = ", ".join(PUBLIC_NAMES.get(name, name) for name in options)
+        names = ", ".join(PUBLIC_NAMES[name] for name in options)
         raise NotImplementedError(
             f"{names}: expected none in {FORWARD_MODE}, where flash_attn_func and mha_fwd_interface are plain or causal, got a value; leave"
             " it out, or use torch.func.vjp"

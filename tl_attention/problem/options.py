@@ -21,9 +21,32 @@ MAX_SCALE = 2.0**60
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 
 
+class TensorRule(NamedTuple):
+    """What a tensor of options may be.
+
+    Args:
+        shapes: one of these, in the sizes of a call, batch and heads, and in numbers.
+        dtypes: one of these.
+    """
+
+    shapes: tuple[tuple[str | int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def axis(self, size: str, ndim: int) -> int | None:
+        """Dimension of that size in a tensor of ndim dimensions, or of the first shape; None: it has none."""
+        shape = next((x for x in self.shapes if len(x) == ndim), self.shapes[0])
+        return shape.index(size) if size in shape else None
+
+
 def _metadata(
-    schema: str, kernel: str = "", launch: bool = False, reference: bool = False, gradient: bool = False
-) -> dict[str, str | bool]:
+    schema: str,
+    kernel: str = "",
+    launch: bool = False,
+    reference: bool = False,
+    gradient: bool = False,
+    public: str = "",
+    rule: TensorRule | None = None,
+) -> dict[str, Any]:
     """Metadata of a field of Options.
 
     Args:
@@ -32,6 +55,8 @@ def _metadata(
         launch: it changes the launch of a kernel, without being compiled into it.
         reference: the reference takes it by its name.
         gradient: it is a tensor that has one.
+        public: name of its argument in the public functions, where that is another.
+        rule: of a tensor that a user passes by that name.
     """
     return {
         "schema": schema,
@@ -39,6 +64,8 @@ def _metadata(
         "launch": launch,
         "reference": reference,
         "gradient": gradient,
+        "public": public,
+        "rule": rule,
     }
 
 
@@ -72,7 +99,8 @@ class Options:
     """
 
     window: tuple[int, int] = field(
-        default=(UNLIMITED, UNLIMITED), metadata=_metadata("SymInt[]", kernel="window", reference=True)
+        default=(UNLIMITED, UNLIMITED),
+        metadata=_metadata("SymInt[]", kernel="window", reference=True, public="window_size"),
     )
     softcap: float = field(default=0.0, metadata=_metadata("float", kernel="softcap", reference=True))
     dropout_p: float = field(default=0.0, metadata=_metadata("float", kernel="dropout"))
@@ -80,12 +108,28 @@ class Options:
     max_seqlen_k: int = field(default=0, metadata=_metadata("SymInt"))
     num_splits: int = field(default=0, metadata=_metadata("SymInt", launch=True))
     parts: int = field(default=0, metadata=_metadata("SymInt", launch=True))
-    rng_state: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
+    rng_state: torch.Tensor | None = field(
+        default=None, metadata=_metadata("Tensor?", rule=TensorRule(((2,),), (torch.int64,)))
+    )
     alibi_slopes: torch.Tensor | None = field(
-        default=None, metadata=_metadata("Tensor?", kernel="alibi", reference=True)
+        default=None,
+        metadata=_metadata(
+            "Tensor?",
+            kernel="alibi",
+            reference=True,
+            rule=TensorRule((("heads",), ("batch", "heads")), (torch.float32,)),
+        ),
     )
     sink: torch.Tensor | None = field(
-        default=None, metadata=_metadata("Tensor?", kernel="sink", reference=True, gradient=True)
+        default=None,
+        metadata=_metadata(
+            "Tensor?",
+            kernel="sink",
+            reference=True,
+            gradient=True,
+            public="learnable_sink",
+            rule=TensorRule((("heads",),), (torch.float32, torch.bfloat16, torch.float16)),
+        ),
     )
     cu_seqlens_q: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?", kernel="varlen"))
     cu_seqlens_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
@@ -166,6 +210,10 @@ class Options:
         """Values of the fields that hold tensors, in order."""
         return _tensors_of(self.__dict__)
 
+    def learned(self) -> tuple[torch.Tensor | None, ...]:
+        """Values of the fields in GRADIENTS, in order."""
+        return tuple([self.__dict__[name] for name in GRADIENTS])
+
     @property
     def drop_below(self) -> int:
         """Dropout threshold: a weight is dropped if its random byte is below it."""
@@ -210,6 +258,14 @@ SCHEMA = ", ".join(map(_schema, _ALL))
 NUMBERS = sum(x.metadata["schema"] != "Tensor?" for x in _ALL)  # fields before the first tensor
 TENSORS = FIELDS[NUMBERS:]
 GRADIENTS = tuple(x.name for x in _ALL if x.metadata["gradient"])
+PUBLIC_NAMES = {x.name: x.metadata["public"] or x.name for x in _ALL}
+TENSOR_RULES = {x.name: x.metadata["rule"] for x in _ALL if x.metadata["rule"]}
+PER_HEAD = tuple(
+    name for name, rule in TENSOR_RULES.items() if any("heads" in shape for shape in rule.shapes)
+)
+ALIKE_IN_BATCH = tuple(
+    name for name in PER_HEAD if not any("batch" in shape for shape in TENSOR_RULES[name].shapes)
+)
 _NO_TENSORS = dict.fromkeys(TENSORS)
 _tensors_of = operator.itemgetter(*TENSORS)
 _REFERENCE = tuple(x.name for x in _ALL if x.metadata["reference"])

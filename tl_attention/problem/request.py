@@ -46,6 +46,7 @@ class Request(NamedTuple):
 
 
 _new = tuple.__new__  # half the time of a call of the class
+_is_compiling = torch.compiler.is_compiling
 
 
 def new_request(
@@ -73,4 +74,5 @@ def new_request(
         q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, alibi_slopes, learnable_sink,
         rng_state, num_splits, lengths, heads_first, lse_base2, functions, enable_gqa,
     )  # fmt: skip
-    return _new(Request, fields)
+    # torch.compile knows the class of a named tuple in all versions
+    return Request(*fields) if _is_compiling() else _new(Request, fields)

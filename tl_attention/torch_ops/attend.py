@@ -5,7 +5,6 @@ A call whose signature is that of an earlier one skips the checks, and finds its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +23,13 @@ from tl_attention.checks.common import (
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
 from tl_attention.launch import kept_call
 from tl_attention.problem.options import (
+    GRADIENTS,
     MAX_SCALE,
+    PER_HEAD,
+    PUBLIC_NAMES,
+    TENSOR_RULES,
     Call,
     Options,
-    as_stored,
     as_stored_eagerly,
     canonical_window,
 )
@@ -36,6 +38,7 @@ from tl_attention.torch_ops.dropout import draw, dropout_state_op
 from tl_attention.torch_ops.dtensors import Axes, Shards, axes_of_rows
 from tl_attention.torch_ops.ops import (
     Outputs,
+    Plan,
     differentiable,
     in_bf16,
     is_traced,
@@ -46,6 +49,8 @@ from tl_attention.torch_ops.ops import (
 
 # Bound once: each dot costs 20 ns of a plain call
 _Tensor, _FLOAT32, _is_grad_enabled = torch.Tensor, torch.float32, torch.is_grad_enabled
+# Fields of Options that have a number per head, and their place in a Request
+_PLACES = tuple((name, Request._fields.index(PUBLIC_NAMES[name])) for name in PER_HEAD)
 
 
 class _KnownCall(NamedTuple):
@@ -53,12 +58,14 @@ class _KnownCall(NamedTuple):
 
     Attributes:
         causal, options: in canonical form; the options without their tensors, None if all are off.
+        takes_tensors: the options have some.
     """
 
     causal: bool
     options: Options | None
+    takes_tensors: bool
     default_scale: float
-    plan: Callable[..., Outputs]
+    plan: Plan
 
 
 def attend(request: Request) -> Outputs:
@@ -92,7 +99,7 @@ def attend(request: Request) -> Outputs:
                     raise _Unknown
                 precision = torch.get_float32_matmul_precision() if precision is None else precision
             if not (lengths is slopes is sink is rng_state is None):
-                facts = _facts(lengths, slopes, sink, rng_state)
+                facts = _facts(request)
             signature = (
                 q.shape, q.stride(), q.dtype, q.get_device(),
                 k.shape, k.stride(), k.dtype, k.get_device(),
@@ -106,13 +113,14 @@ def attend(request: Request) -> Outputs:
             signature = None
     if known is None:
         return _attend_new(request, signature)
-    causal, options, default_scale, plan = known
+    causal, options, takes_tensors, default_scale, plan = known
     scale = default_scale if softmax_scale is None else softmax_scale
     call = scale, causal, lse_base2, heads_first, deterministic
     if options is not None:
-        return run_eagerly(q, k, v, call, _options_again(request, options), plan)
+        options = _options_again(request, options) if takes_tensors else options
+        return run_eagerly(q, k, v, call, options, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return differentiable(q, k, v, None, call, None, plan)
+        return differentiable(call, None, plan, q, k, v)
     return plan(q, k, v, scale, lse_base2)
 
 
@@ -120,22 +128,28 @@ class _Unknown(Exception):
     """A call that is checked each time."""
 
 
-def _facts(
-    lengths: tuple | None,
-    slopes: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-) -> tuple:
+def _facts(request: Request) -> tuple:
     """Part of a signature: metadata of the tensors of options, and upper bounds of lengths."""
     facts: list[Any] = []
-    tensors = slopes, rng_state
-    if lengths is not None:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k = lengths
+    tensors = (request.rng_state,)
+    if request.lengths is not None:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k = request.lengths
         # launch_forward clears unused rows; a bound may be a tensor
-        if seqused_q is not None or _Tensor in (type(max_seqlen_q), type(max_seqlen_k)):
+        if seqused_q is not None or type(max_seqlen_q) is _Tensor or type(max_seqlen_k) is _Tensor:
             raise _Unknown
         facts += max_seqlen_q, max_seqlen_k, type(max_seqlen_q), type(max_seqlen_k)
-        tensors = slopes, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_k
+        tensors = request.rng_state, cu_seqlens_q, cu_seqlens_k, seqused_k
+    for name, place in _PLACES:
+        x = request[place]
+        if x is None:
+            facts.append(None)
+            continue
+        learned = name in GRADIENTS
+        if type(x) is not _Tensor and not (learned and type(x) is torch.nn.Parameter):
+            raise _Unknown
+        if not learned and x.requires_grad and _is_grad_enabled():
+            raise _Unknown
+        facts += x.shape, x.stride(), x.dtype, x.device
     for x in tensors:
         if x is None:
             facts.append(None)
@@ -143,32 +157,27 @@ def _facts(
             facts += x.shape, x.stride(), x.dtype, x.device
         else:
             raise _Unknown
-    if slopes is not None and slopes.requires_grad and _is_grad_enabled():
-        raise _Unknown
-    if sink is not None:
-        if type(sink) not in (_Tensor, torch.nn.Parameter):
-            raise _Unknown
-        facts += sink.shape, sink.stride(), sink.dtype, sink.device
     return tuple(facts)
 
 
 def _options_again(request: Request, options: Options) -> Options:
-    """Options of a call whose signature is known. options: those of an earlier call, without its tensors."""
-    slopes, sink, lengths = request.alibi_slopes, request.learnable_sink, request.lengths
-    if lengths is not None:
-        cu_seqlens_q, cu_seqlens_k, _, _, _, seqused_k = lengths
-    elif slopes is None and sink is None and not request.dropout_p:
-        return options
-    else:
-        cu_seqlens_q = cu_seqlens_k = seqused_k = None
-    return options.with_tensors(
-        rng_state=_state_of_dropout(request),
-        alibi_slopes=None if slopes is None else as_stored(slopes).contiguous(),
-        sink=None if sink is None else as_stored(sink).contiguous(),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-    )
+    """Options with the tensors of a call whose signature is known. options: those of an earlier call, without its tensors."""
+    tensors = _per_head(request)
+    if request.dropout_p:
+        tensors["rng_state"] = _state_of_dropout(request)
+    if request.lengths is not None:
+        tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], _, _, _, tensors["seqused_k"] = request.lengths
+    return options.with_tensors(**tensors)
+
+
+def _per_head(request: Request) -> dict[str, torch.Tensor]:
+    """Tensors of options with a number per head, by fields of Options, as a launch takes them."""
+    tensors = {}
+    for name, place in _PLACES:
+        x = request[place]
+        if x is not None:
+            tensors[name] = as_stored_eagerly(x).contiguous()
+    return tensors
 
 
 def _attend_new(request: Request, signature: tuple | None) -> Outputs:
@@ -180,15 +189,16 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
     check_fwd(q, k, v, softmax_scale, causal, heads_first, packed, FWD_DTYPES)
     check_deterministic(deterministic)
     causal, options = checked_options(request, k.shape[0])
-    if runs_in_bf16(q, options.parts):
+    if options.parts and runs_in_bf16(q, options.parts):
         return in_bf16(lambda q, k, v: attend(request._replace(q=q, k=k, v=v, precision=None)), q, k, v)
     options = None if options.is_off else options
     call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, heads_first, deterministic)
     results = run(q, k, v, call, options)
     plan = None if signature is None else launch.fwd_plan(q, k, v, causal, heads_first, options)
     if plan is not None:
+        takes_tensors = options is not None and any(x is not None for x in options.tensors())
         kept = None if options is None else options.without_tensors()
-        launch.keep_call(signature, _KnownCall(causal, kept, scale_of(q, None), plan))
+        launch.keep_call(signature, _KnownCall(causal, kept, takes_tensors, scale_of(q, None), plan))
     return results
 
 
@@ -207,9 +217,10 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
             n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
         ]
     check_num_splits(request.num_splits)
-    slopes, sink = request.alibi_slopes, request.learnable_sink
     window_size, softcap = request.window_size, request.softcap
-    check_options(q, batch, window_size, softcap, dropout_p, slopes, sink, request.rng_state)
+    may_be_fp32 = q.dtype == torch.float32 or request.precision is not None
+    tensors = {name: getattr(request, PUBLIC_NAMES[name]) for name in TENSOR_RULES}
+    check_options(q, batch, window_size, softcap, dropout_p, tensors)
     causal, window = canonical_window(request.causal, window_size)
     return causal, Options(
         window=window,
@@ -218,21 +229,18 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
         max_seqlen_q=max_seqlens[0],
         max_seqlen_k=max_seqlens[1],
         num_splits=request.num_splits,
-        parts=check_precision(q, request.precision),
-        rng_state=_state_of_dropout(request),
-        alibi_slopes=None if slopes is None else as_stored_eagerly(slopes).contiguous(),
-        sink=None if sink is None else as_stored_eagerly(sink).contiguous(),
+        parts=check_precision(q, request.precision) if may_be_fp32 else 0,
+        rng_state=_state_of_dropout(request) if dropout_p else None,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        **_per_head(request),
     )
 
 
-def _state_of_dropout(request: Request) -> torch.Tensor | None:
-    """State of dropout in a launch: by default drawn; None without dropout."""
-    if not request.dropout_p:
-        return None
+def _state_of_dropout(request: Request) -> torch.Tensor:
+    """State of dropout in a launch: by default drawn."""
     if request.rng_state is None:
         return dropout_state_op(request.q) if is_traced() else draw(request.q)
     return request.rng_state
@@ -245,12 +253,13 @@ def _on_shards(request: Request) -> Outputs:
             "dropout_p: expected 0 with DTensors, as a mask depends on batch entry and head, got"
             f" {describe(request.dropout_p)}; call .to_local() on q, k and v"
         )
-    lengths, slopes = request.lengths, request.alibi_slopes
+    lengths, own = request.lengths, {"rng_state": None}
     q, k, v, *_ = request
     shards = Shards(q, k, v, axes_of_rows(request.heads_first, packed=lengths is not None))
-    axes = Axes(0, 1) if getattr(slopes, "ndim", 1) == 2 else Axes(None, 0)
-    sink = shards.option("learnable_sink", request.learnable_sink, Axes(None, 0))
-    slopes = shards.option("alibi_slopes", slopes, axes)
+    for name, place in _PLACES:
+        x, rule = request[place], TENSOR_RULES[name]
+        axes = Axes(*(rule.axis(size, getattr(x, "ndim", 1)) for size in ("batch", "heads")))
+        own[PUBLIC_NAMES[name]] = shards.option(PUBLIC_NAMES[name], x, axes)
     if lengths is not None:
         for x in lengths:
             if is_dtensor(x) and not all(placement.is_replicate() for placement in x.placements):
@@ -259,5 +268,5 @@ def _on_shards(request: Request) -> Outputs:
                     f" {tuple(x.placements)}; pass .full_tensor()"
                 )
         lengths = tuple(x.to_local() if is_dtensor(x) else x for x in lengths)
-    own = request._replace(rng_state=None, learnable_sink=sink, alibi_slopes=slopes, lengths=lengths)
-    return shards.run(lambda q, k, v: attend(own._replace(q=q, k=k, v=v)), q, k, v)
+    local = request._replace(lengths=lengths, **own)
+    return shards.run(lambda q, k, v: attend(local._replace(q=q, k=k, v=v)), q, k, v)

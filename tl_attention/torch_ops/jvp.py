@@ -9,15 +9,15 @@ import torch
 
 from tl_attention import launch
 from tl_attention.checks.common import check_device
-from tl_attention.checks.transforms import PUBLIC_NAMES, check_jvp, refuse_tangents
-from tl_attention.problem.options import FIELDS, PLAIN_ARGUMENTS, Call, parse_arguments
+from tl_attention.checks.transforms import check_jvp, refuse_tangents
+from tl_attention.problem.options import PLAIN_ARGUMENTS, PUBLIC_NAMES, Call, parse_arguments
 from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, their tangents
 TANGENTS = "tq", "tk", "tv"
 # Inputs of an op after its tensors, by their public names
-ARGUMENT_NAMES = *Call._fields, *(PUBLIC_NAMES.get(name, name) for name in FIELDS)
+ARGUMENT_NAMES = *Call._fields, *PUBLIC_NAMES.values()
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Outputs:

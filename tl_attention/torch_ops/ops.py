@@ -47,6 +47,7 @@ from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, r
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Plan = Callable[..., Outputs]  # of a launch, called as FwdPlan
 Gradients = dict[str, torch.Tensor]  # by name: q, k, v, and fields of Options
 # Inputs of fwd_op by name, and outputs of bwd_op: a gradient per tensor that has one
 INPUTS = "q", "k", "v", *Call._fields, *FIELDS
@@ -266,7 +267,7 @@ register_autograd(fwd_op, _save, _backward, push_forward)
 register_autograd(bwd_op, _save_nothing, _no_double_backward, refuse_to_push_gradients)
 register_jvp(_save, _backward)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
-register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), *[("s", 1)] * len(GRADIENTS)))
+register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), *((name, 1) for name in GRADIENTS)))
 
 
 class _Attention(torch.autograd.Function):
@@ -275,16 +276,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        call: tuple,
+        options: Options | None,
+        plan: Plan | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sink: torch.Tensor | None,
-        call: tuple,
-        options: Options | None,
-        run: Callable[..., Outputs],
+        *learned: torch.Tensor | None,
     ) -> Outputs:
-        """sink: that of the options, for its gradient. call: fields of Call. run: as FwdPlan."""
-        out, lse = run(q, k, v, call[0], call[2], options)
+        """call, plan: as in run_eagerly. learned: GRADIENTS of the options."""
+        if plan is None:
+            out, lse = launch_forward(q, k, v, Call(*call), options)
+        else:
+            out, lse = plan(q, k, v, call[0], call[2], options)
         ctx.call, ctx.options = call, None
         if options is None:
             ctx.save_for_backward(q, k, v, out, lse)
@@ -297,7 +301,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
         if dout is None and dlse is None:
-            return (None,) * 7
+            return (None,) * len(ctx.needs_input_grad)
         q, k, v, out, lse, *option_tensors = ctx.saved_tensors
         call, options = Call(*ctx.call), ctx.options
         if options is not None:
@@ -310,8 +314,13 @@ class _Attention(torch.autograd.Function):
             grads = run_backward_op(tensors, dlse, call, options)
         else:
             grads = _launch_backward(*tensors, dlse, call, options)
-        dsink = grads["sink"] if ctx.needs_input_grad[3] else None
-        return grads["q"], grads["k"], grads["v"], dsink, None, None, None
+        _, _, _, *wanted = ctx.needs_input_grad
+        return (
+            None,
+            None,
+            None,
+            *[grads[name] if wants else None for name, wants in zip(DIFFERENTIABLE, wanted, strict=False)],
+        )
 
 
 # Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
@@ -380,32 +389,16 @@ def in_bf16(run: Callable[..., tuple], *tensors: torch.Tensor) -> tuple[torch.Te
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options | None) -> Outputs:
     """(out, lse) from checked arguments."""
-    arguments, sink = (), None
+    arguments, learned = (), ()
     if options is not None:
-        arguments, sink = options.arguments(), options.sink
-    others = (x for x in arguments[NUMBERS:] if x is not None and x is not sink)
-    of_sink = type(sink) in (torch.Tensor, torch.nn.Parameter, type(None))
-    traced = is_traced() or not (of_sink and are_plain(q, k, v, *others))
+        arguments, learned = options.arguments(), options.learned()
+    others = (x for x in arguments[NUMBERS:] if x is not None and not any(x is y for y in learned))
+    of_learned = all(type(x) in (torch.Tensor, torch.nn.Parameter, type(None)) for x in learned)
+    traced = is_traced() or not (of_learned and are_plain(q, k, v, *others))
     check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, *call, *arguments)
-    return run_eagerly(q, k, v, call, options, _launch_like(call))
-
-
-def _launch_like(call: Call) -> Callable[..., Outputs]:
-    """launch_forward, with the arguments of a plan."""
-
-    def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float,
-        lse_base2: bool,
-        options: Options | None = None,
-    ) -> Outputs:
-        return launch_forward(q, k, v, call, options)
-
-    return run
+    return run_eagerly(q, k, v, call, options, None)
 
 
 def run_eagerly(
@@ -414,27 +407,37 @@ def run_eagerly(
     v: torch.Tensor,
     call: tuple,
     options: Options | None,
-    launch: Callable[..., Outputs],
+    plan: Plan | None,
 ) -> Outputs:
-    """(out, lse) by launch, as FwdPlan, on plain tensors on a GPU."""
-    sink = None if options is None else options.sink
-    if sink is not None and type(sink) is not torch.Tensor:
-        options = options.with_tensors(sink=sink.detach())  # makes a plain tensor of a parameter
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-    ):
-        try:
-            return differentiable(q, k, v, sink, call, options, launch)
-        except (
-            RuntimeError
-        ):  # of torch, if it cannot save a tensor of inference mode: asking each tensor would take time
-            if options is None:
-                raise
-            saved = {name: saveable(x) for name, x in zip(TENSORS, options.tensors(), strict=True)}
-            if all(x is getattr(options, name) for name, x in saved.items()):
-                raise
-            return differentiable(q, k, v, saved["sink"], call, options.with_tensors(**saved), launch)
-    return launch(q, k, v, call[0], call[2], options)
+    """(out, lse) of plain tensors on a GPU.
+
+    Args:
+        call: fields of Call.
+        plan: of the launch; None: it is found or made.
+    """
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    learned = ()
+    if options is not None:
+        learned = options.learned()
+        for name, x in zip(GRADIENTS, learned, strict=True):
+            if x is None:
+                continue
+            wants_gradient = wants_gradient or (x.requires_grad and torch.is_grad_enabled())
+            if type(x) is not torch.Tensor:
+                options = options.with_tensors(**{name: x.detach()})  # makes a plain tensor of a parameter
+    if not wants_gradient and plan is None:
+        return launch_forward(q, k, v, Call(*call), options)
+    if not wants_gradient:
+        return plan(q, k, v, call[0], call[2], options)
+    try:
+        return differentiable(call, options, plan, q, k, v, *learned)
+    except RuntimeError:  # torch cannot save a tensor of inference mode: asking each tensor would take time
+        if options is None:
+            raise
+        saved = {name: saveable(x) for name, x in zip(TENSORS, options.tensors(), strict=True)}
+        if all(x is getattr(options, name) for name, x in saved.items()):
+            raise
+        return differentiable(call, options.with_tensors(**saved), plan, q, k, v, *map(saveable, learned))
 
 
 def attention_backward(

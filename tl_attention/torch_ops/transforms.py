@@ -12,7 +12,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from tl_attention.problem.options import FIELDS, LENGTHS, PLAIN, Call
+from tl_attention.problem.options import ALIKE_IN_BATCH, FIELDS, LENGTHS, PER_HEAD, PLAIN, Call
 
 NAMESPACE = "tl_attention"
 _libraries: dict[str, torch.library.Library] = {}  # by op
@@ -105,12 +105,14 @@ def _unpack_dual(x: Any) -> tuple:
 def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[tuple[str, int]]) -> None:
     """Register the batching rule of an op of attention.
 
-    The vmapped dimension joins the batch, or the heads if a sink or one set of packed sequences serves all samples. With dropout, or
-    with sequences of its own, each sample is a separate call: a dropout mask depends on the position in the batch.
+    The vmapped dimension joins the batch, or the heads if an option of heads alone (a sink) or one set of packed sequences serves all
+    samples. With dropout, or with sequences of its own, each sample is a separate call: a dropout mask depends on the position in the
+    batch.
 
     Args:
-        kinds: a letter per tensor: r: rows [.., heads, columns]; l: log-sum-exp; s: [heads], such as a sink.
-        output_kinds: per output its letter, and the index of a tensor with the same number of heads.
+        kinds: a letter per tensor: r: rows [.., heads, columns]; l: log-sum-exp.
+        output_kinds: per output its letter, or the option whose gradient [heads] it is, and the index of a tensor with the same number of
+            heads.
     """
     tensors = len(kinds)
 
@@ -128,17 +130,16 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
             return _call_each(op, size, inputs, batched, tensors)
 
         varlen = options.get("cu_seqlens_q") is not None
-        into_heads = varlen or options.get("sink") is not None
+        into_heads = varlen or any(options.get(name) is not None for name in ALIKE_IN_BATCH)
         axes = {"r": 0, "l": 0}
         if into_heads:
             axes = {"r": 1, "l": 0} if varlen else {"r": 1 if call.heads_first else 2, "l": 1}
-        axes["s"] = None if options.get("sink") is None else 0
         folded = [
             None if x is None else _fold(x, size, axes[kind], of_sample)
             for x, kind, of_sample in zip(inputs[:tensors], kinds, batched, strict=False)
         ]
         batch = inputs[0].shape[batched[0]]
-        for name in ("alibi_slopes", "sink"):
+        for name in PER_HEAD:
             x, of_sample = options.get(name), name in own
             if x is None or (x.ndim == 1 and not into_heads and not of_sample):
                 continue
@@ -150,7 +151,7 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
         outputs = op(*folded, *call, *options.values())
         unfolded, out_dims = [], []
         for x, (kind, like) in zip(outputs, output_kinds, strict=True):
-            axis = axes[kind]
+            axis = axes[kind] if kind in axes else None if options.get(kind) is None else 0
             if axis is not None:
                 x = x.unflatten(axis, (size, inputs[like].shape[axes["r"] + batched[like]]))
             unfolded.append(x)

@@ -210,6 +210,14 @@ def test_other_metadata_and_modes_are_no_known_call(kernels, checks, monkeypatch
     assert len(seen) == 3
 
 
+def test_a_bound_of_lengths_in_a_tensor_is_not_kept(kernels, checks):
+    starts, qkv = torch.tensor([0, 9, 16], dtype=torch.int32), leaves(16, HEADS, 64)
+    bound = torch.nn.Parameter(torch.tensor(16), requires_grad=False)
+    for _ in range(2):
+        flash_attn_varlen_func(*qkv, starts, starts, bound, bound)
+    assert len(checks) == 2 and not launch.fwd.plan_cache.calls
+
+
 @pytest.mark.parametrize("field", TENSOR_RULES)
 def test_each_tensor_of_options_is_in_the_signature(field, kernels, checks):
     rule, qkv = TENSOR_RULES[field], leaves(2, 16, HEADS, 64)

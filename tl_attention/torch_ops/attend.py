@@ -59,6 +59,7 @@ class _KnownCall(NamedTuple):
     Attributes:
         causal, options: in canonical form; the options without their tensors, None if all are off.
         takes_tensors: the options have some.
+        default_scale: softmax_scale where the call has none.
     """
 
     causal: bool
@@ -135,9 +136,9 @@ def _facts(request: Request) -> tuple:
     if request.lengths is not None:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k = request.lengths
         # launch_forward clears unused rows; a bound may be a tensor
-        if seqused_q is not None or type(max_seqlen_q) is _Tensor or type(max_seqlen_k) is _Tensor:
+        if seqused_q is not None or not (type(max_seqlen_q) is type(max_seqlen_k) is int):
             raise _Unknown
-        facts += max_seqlen_q, max_seqlen_k, type(max_seqlen_q), type(max_seqlen_k)
+        facts += max_seqlen_q, max_seqlen_k
         tensors = request.rng_state, cu_seqlens_q, cu_seqlens_k, seqused_k
     for name, place in _PLACES:
         x = request[place]

@@ -12,6 +12,7 @@ from test_bwd import both_modes, run
 from tl_attention import launch
 from tl_attention.checks.common import check_one_tile
 from tl_attention.config import catalog, configs
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdConfig
 from tl_attention.config.legality import fault
 from tl_attention.kernels.backward.key_tiles import dq_pieces
@@ -94,7 +95,7 @@ def test_longer_keys_are_refused():
 
 
 def sizes(seqlen_q: int, seqlen_k: int, batch: int = 8, heads: int = 16, heads_kv: int = 4) -> BwdSizes:
-    return BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, 128, 2, 132, 0, seqlen_q)
+    return BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, 128, 2, costs_of(), 0, seqlen_q)
 
 
 def test_no_sums_of_dq_and_parts_by_visited_queries():

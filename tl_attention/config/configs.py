@@ -1,4 +1,4 @@
-"""The only reader of configs/: the grid (defaults, option lines, search), tuned tables, named shapes.
+"""The only reader of configs/: the grid (defaults, option lines, search), tuned tables, costs of launches, named shapes.
 
 Tuned tables are read from two places: the user's own under cache_dir(), then the shipped one in configs/tuned.
 """
@@ -141,6 +141,11 @@ def _toml(name: str) -> dict[str, Any]:
 @functools.cache
 def _grid() -> dict[str, Any]:
     return _toml("grid.toml")
+
+
+def cost_tables() -> dict[str, Any]:
+    """GPU (by its name in torch) -> its costs of launches, see costs.py."""
+    return _toml("costs.toml")
 
 
 def _section(direction: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tl_attention.config import configs, gpus, legality
+from tl_attention.config.costs import Costs, costs_of
 from tl_attention.config.gpus import Gpu
 from tl_attention.config.kernel_configs import DecodeConfig, page_rows
 from tl_attention.problem.attn_problem import (
@@ -143,14 +144,15 @@ def shape_bucket(shape: Shape, problem: AttnProblem, direction: str, gpu: Gpu) -
     if direction != "fwd":
         queries = shape.seqlen_q if problem.is_fp32 and not shape.is_varlen else 0
         return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest, seqlen_q=queries)
+    costs = costs_of(gpu.name, gpu.sms)
     if shape.is_varlen:
-        return SPLIT_BUCKET if _packed_splits(shape, gpu.sms) > 1 else length_bucket(longest)
+        return SPLIT_BUCKET if _packed_splits(shape, costs) > 1 else length_bucket(longest)
     sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
-    bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
+    bucket = splits.fwd_bucket(*sizes, costs, splits.sharing(problem, gpu.name))
     return window_bucket(bucket, problem.options, shape.window_keys)
 
 
-def _packed_splits(shape: Shape, sms: int) -> int:
+def _packed_splits(shape: Shape, costs: Costs) -> int:
     """Splits per tile of packed sequences with the lengths of a shape."""
     from tl_attention.launch import splits
     from tl_attention.problem.options import Options
@@ -163,7 +165,7 @@ def _packed_splits(shape: Shape, sms: int) -> int:
         max_seqlen_k=max(keys),
         cu_seqlens_q=cu_seqlens_q,
     )
-    return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, sms)
+    return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, costs)
 
 
 def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
@@ -238,14 +240,13 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
     # The question does not say how many keys a window has
     may_be_wide = "window" in problem.options and by_length in BUCKETS[1:]
     of_window = [WIDE_BUCKET] if may_be_wide else []
+    costs = costs_of(gpu.name, gpu.sms)
     seqlen_q, shares = sizes.get("seqlen_q", sizes["seqlen_k"]), launch.splits.sharing(problem, gpu.name)
     if {"batch", "heads"} <= sizes.keys():
         counts = sizes["batch"], sizes["heads"]
-        whole = launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], gpu.sms, shares)
+        whole = launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], costs, shares)
         return [whole, *(of_window if whole == by_length else [])]
-    whole = launch.splits.fwd_bucket(
-        gpu.sms, 1, seqlen_q, sizes["seqlen_k"], gpu.sms
-    )  # a CTA per SM: no split
+    whole = launch.splits.fwd_bucket(gpu.sms, 1, seqlen_q, sizes["seqlen_k"], costs)  # a CTA per SM: no split
     if whole == SHORT_BUCKET:
         return [whole]
     return [whole, *of_window, SPLIT_BUCKET, *([FEW_BUCKET] if shares else [])]

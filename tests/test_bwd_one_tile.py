@@ -111,6 +111,22 @@ def test_no_sums_of_dq_and_parts_by_visited_queries():
     assert alone.parts == 1 and all(shape[0] == 0 for shape, *_ in alone.empty)
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "width"),
+    [(64, 48, 3, 125, 100, 128), (16, 64, 8, 129, 129, 64), (128, 8, 2, 180, 180, 64)],
+)
+def test_causal_pass_shares_all_tiles_or_none(batch, heads, heads_kv, seqlen_q, seqlen_k, width):
+    """More key tiles than SMs, with query heads that would be shared in the last ones. Such calls ended in an AssertionError."""
+    bucket = bwd_bucket(False, heads, heads_kv, seqlen_k)
+    problem = AttnProblem("bfloat16", width, width, True)
+    (one,) = tile_config(problem, bucket=bucket).passes
+    many = BwdSizes(
+        batch, heads, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, costs_of(), 0, min(seqlen_q, seqlen_k)
+    )
+    buffers = KeyBuffers(one, problem, many)
+    assert one.one_tile and (buffers.parts, buffers.whole) == (1, batch * heads_kv)
+
+
 @pytest.mark.gpu
 @both_modes
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def pass_parts(
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
         shares_last: tiles may be shared where there is at least one per SM. Not with a window or listed blocks: the launches that zero and
-            add up the parts take longer than they save (docs/notes/2026-11-26-windows.md).
+            add up the parts take longer than they save (docs/notes/2026-11-26-windows.md); nor in a causal pass with one_tile.
     """
     head_bytes = bytes_at_once(bwd_pass, queries, costs, row_bytes)
     if not bwd_pass.is_split:
@@ -271,7 +271,9 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.costs, self.row_bytes
-        shares_last = not (problem.has("window") or problem.is_listed)
+        # A causal pass shares all tiles or none, see tiles.SplitGradTiles
+        all_or_none = problem.causal and config.one_tile
+        shares_last = not (problem.has("window") or problem.is_listed or all_or_none)
         self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
         key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
         self.parts, self.heads_per_part, self.whole = pass_parts(config, key_tiles, *by_queries, shares_last)

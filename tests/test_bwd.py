@@ -15,10 +15,11 @@ from test_fwd import CURATED as FORWARD_CASES
 
 from tl_attention import flash_attn_func, launch
 from tl_attention.compilation import building
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.catalog import problems as problems_of
 from tl_attention.config.configs import candidates, pick_config
 from tl_attention.launch.common import PlanCache, device_costs
-from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.target import sm_count
 from tl_attention.testing.inputs import (
     LAYOUTS,

@@ -12,19 +12,14 @@ from test_bwd import both_modes, run
 from tl_attention import launch
 from tl_attention.checks.common import check_one_tile
 from tl_attention.config import catalog, configs
+from tl_attention.config.buckets import buckets, bwd_bucket
 from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdConfig
 from tl_attention.config.legality import fault
 from tl_attention.kernels.backward.key_tiles import dq_pieces
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
 from tl_attention.problem.attn_problem import (
-    TILE_BUCKET,
-    TILE_KEYS,
-    WIDE_TILE_BUCKET,
-    WIDE_TILE_KEYS,
     AttnProblem,
-    buckets,
-    bwd_bucket,
 )
 from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.testing.inputs import LAYOUTS, make_dout, make_inputs
@@ -34,18 +29,18 @@ D64 = AttnProblem("bfloat16", 64, 64, False)
 WIDTHS = 64, 96, 128
 
 
-def tile_config(problem: AttnProblem, direction: str = "bwd", bucket: str = TILE_BUCKET) -> BwdConfig:
+def tile_config(problem: AttnProblem, direction: str = "bwd", bucket: str = "tile") -> BwdConfig:
     return configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_bucket_holds_the_keys_of_a_tile(deterministic):
-    assert bwd_bucket(deterministic, 8, 2, TILE_KEYS) == TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, TILE_KEYS + 1) == WIDE_TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS) == WIDE_TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS + 1) == "1k"
-    assert bwd_bucket(deterministic, 8, 8, TILE_KEYS, partial=True) == "1k"  # fp32 gradients
-    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS, partial=True) == "1k"
+    assert bwd_bucket(deterministic, 8, 2, 128) == "tile"
+    assert bwd_bucket(deterministic, 8, 8, 129) == "tile192"
+    assert bwd_bucket(deterministic, 8, 8, 192) == "tile192"
+    assert bwd_bucket(deterministic, 8, 8, 193) == "1k"
+    assert bwd_bucket(deterministic, 8, 8, 128, partial=True) == "1k"  # fp32 gradients
+    assert bwd_bucket(deterministic, 8, 8, 192, partial=True) == "1k"
 
 
 @pytest.mark.parametrize("direction", ["bwd", "bwd_det"])
@@ -55,9 +50,9 @@ def test_configs_of_the_bucket_alone_have_one_tile(direction):
         config = tile_config(problem, direction)
         assert config.deterministic or direction == "bwd"
         assert any(one.one_tile for one in config.passes) == has_kernel
-        wide = tile_config(problem, direction, WIDE_TILE_BUCKET)
+        wide = tile_config(problem, direction, "tile192")
         assert any(one.one_tile for one in wide.passes) == (problem.width == "d64" and not problem.is_fp32)
-        for bucket in set(buckets(direction)) - {TILE_BUCKET, WIDE_TILE_BUCKET}:
+        for bucket in set(buckets(direction)) - {"tile", "tile192"}:
             found = [config for config in configs.candidates(problem, bucket, direction)]
             found.append(configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0])
             assert not any(one.one_tile for config in found for one in config.passes)
@@ -71,7 +66,7 @@ def test_other_widths_take_the_rows_of_other_lengths():
 def test_third_warpgroup_computes_nothing_of_dq():
     pieces = dq_pieces(64, 64, 3)
     assert pieces[:2] == dq_pieces(64, 64, 2) and pieces[2] == []
-    (one,) = tile_config(D64, bucket=WIDE_TILE_BUCKET).passes
+    (one,) = tile_config(D64, bucket="tile192").passes
     for changes in ({"one_tile": False}, {"block_M": 128}):
         assert "block_N: expected 128" in fault(D64, BwdConfig((replace(one, **changes),)))
 

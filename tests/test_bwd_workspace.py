@@ -10,9 +10,10 @@ import torch
 
 from tl_attention import launch
 from tl_attention.config import configs
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.costs import costs_of
 from tl_attention.launch import bwd, bwd_kernels, bwd_passes, common, parts
-from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
 from tl_attention.problem.target import DEFAULT_GPU
 

@@ -26,10 +26,7 @@ from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     OPTIONS,
     PART_OPTIONS,
-    SHARED_BUCKET,
-    SHARED_BUCKETS,
     SPLIT_BUCKET,
-    STAND_INS,
     AttnProblem,
     tuning_key,
 )
@@ -40,6 +37,7 @@ PACKAGE = Path(__file__).parents[1]
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
 # Fields that an entry of `tiles` in a search line sets, in order; an entry may have only the first of them
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
+SHARED_HEADS = "shared"  # in the name of a bucket: more query heads than key heads
 LINE_WORDS = ("needs", "serves", "buckets", "dtypes")  # of a line, beside the fields of its config
 DECODE_ROWS = (64, 65)  # numbers of rows that select the first and the second decode config of a width
 
@@ -142,6 +140,20 @@ def _toml(name: str) -> dict[str, Any]:
 @functools.cache
 def _grid() -> dict[str, Any]:
     return _toml("grid.toml")
+
+
+def bucket_lines(direction: str) -> list[dict[str, Any]]:
+    """[buckets] of the grid for a direction, see buckets.Bucket."""
+    return _grid()["buckets"][direction]
+
+
+def _stand_ins(bucket: str, direction: str) -> Sequence[str]:
+    """Buckets whose rows serve where a bucket has none, in this order: the nearest lengths, or those that its line names."""
+    if bucket in BUCKETS:
+        others = (length for length in BUCKETS if length != bucket)
+        return sorted(others, key=lambda length: abs(BUCKETS.index(length) - BUCKETS.index(bucket)))
+    line = next(line for line in bucket_lines(direction) if line["name"] == bucket)
+    return line.get("rows", BUCKETS)
 
 
 def cost_tables() -> dict[str, Any]:
@@ -317,12 +329,12 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
-    bucket = next((length for length, shared in SHARED_BUCKETS.items() if shared == bucket), bucket)
+    bucket = bucket.removesuffix(f"-{SHARED_HEADS}")
     for line in _class_table(problem, direction)["search"]:
         configs = _line_configs(problem, line, direction)
         if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:
             found += [bucket_config(problem, config, bucket) for config in configs]
-        elif bucket in line.get("buckets", (*BUCKETS, SHARED_BUCKET)):
+        elif bucket in line.get("buckets", (*BUCKETS, SHARED_HEADS)):
             found += configs
     return [config for config in dict.fromkeys(found) if legality.fault(problem, config, direction) is None]
 
@@ -424,7 +436,7 @@ def choose_from_tables(
     missing.
     """
     misses = []
-    stand_ins = () if bucket in _class_table(problem, direction) else STAND_INS[bucket]
+    stand_ins = () if bucket in _class_table(problem, direction) else _stand_ins(bucket, direction)
     for near, path, section in itertools.product((bucket, *stand_ins), tuple(paths), SECTIONS[direction]):
         rows = read_tuned(path)[section]
         own, *others = (

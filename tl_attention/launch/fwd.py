@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.compilation.store import Kernel
+from tl_attention.config.buckets import window_bucket
 from tl_attention.config.costs import Costs
 from tl_attention.config.kernel_configs import (
     FirstPartsConfig,
@@ -46,7 +47,6 @@ from tl_attention.problem.attn_problem import (
     TABLE_ROWS,
     AttnProblem,
     length_bucket,
-    window_bucket,
 )
 from tl_attention.problem.options import Options, as_stored
 from tl_attention.problem.program import Call

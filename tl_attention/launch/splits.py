@@ -6,19 +6,14 @@ import functools
 from typing import NamedTuple
 
 from tl_attention.config import configs
+from tl_attention.config.buckets import Facts, bucket_of
 from tl_attention.config.costs import Costs
 from tl_attention.problem.attn_problem import (
-    BUCKET_ENDS,
     FEW_BUCKET,
     MAX_SPLITS,
-    ROWS_BUCKET,
-    ROWS_OF_BUCKET,
-    SHORT_BUCKET,
-    SHORT_ROWS,
     SPLIT_BUCKET,
     TABLE_ROWS,
     AttnProblem,
-    length_bucket,
 )
 from tl_attention.problem.options import Options
 
@@ -149,16 +144,18 @@ def fwd_bucket(
     batch: int, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs, shares: Sharing | None = None
 ) -> str:
     """Bucket of a forward in the tuned table. shares: tiles that CTAs may share."""
-    if max(seqlen_q, seqlen_k) <= SHORT_ROWS:
-        return SHORT_BUCKET
-    splits = key_splits(batch * heads * -(-seqlen_q // TILE), -(-seqlen_k // TILE), costs)
-    if shares and saves_time(shares, batch * heads, seqlen_q, seqlen_k, costs, splits):
+    sharing = sharing_bucket(batch * heads, seqlen_q, seqlen_k, costs, shares)
+    return bucket_of("fwd", Facts(seqlen_q, seqlen_k, seqlen_k, sharing=sharing))
+
+
+def sharing_bucket(
+    heads: int, seqlen_q: int, seqlen_k: int, costs: Costs, shares: Sharing | None = None
+) -> str | None:
+    """FEW_BUCKET or SPLIT_BUCKET if CTAs share tiles so, else None. heads: those of all batch entries."""
+    splits = key_splits(heads * -(-seqlen_q // TILE), -(-seqlen_k // TILE), costs)
+    if shares and saves_time(shares, heads, seqlen_q, seqlen_k, costs, splits):
         return FEW_BUCKET
-    if splits > 1:
-        return SPLIT_BUCKET
-    return (
-        ROWS_BUCKET if seqlen_k <= BUCKET_ENDS[0] and seqlen_q in ROWS_OF_BUCKET else length_bucket(seqlen_k)
-    )
+    return SPLIT_BUCKET if splits > 1 else None
 
 
 def saves_time(shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs, splits: int) -> bool:

@@ -19,6 +19,7 @@ from rich.console import Console
 from tl_attention.compilation import cubin, sandbox
 from tl_attention.compilation.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.config import catalog, configs
+from tl_attention.config.buckets import buckets
 from tl_attention.config.kernel_configs import (
     BwdConfig,
     BwdDelta,
@@ -28,7 +29,7 @@ from tl_attention.config.kernel_configs import (
     FwdConfig,
     KernelConfig,
 )
-from tl_attention.problem.attn_problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
+from tl_attention.problem.attn_problem import BUCKETS, DIRECTIONS, AttnProblem
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import Shape

@@ -23,8 +23,10 @@ from tl_attention import launch
 from tl_attention.compilation import building, compiler, store, toolkit, torchless
 from tl_attention.compilation.sandbox import Sandbox
 from tl_attention.config import configs
+from tl_attention.config.buckets import buckets
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
-from tl_attention.problem.attn_problem import AttnProblem, buckets, decode_problem
+from tl_attention.problem.attn_problem import AttnProblem, decode_problem
 
 NAME = f"{PROBLEM}, {GOOD}"
 
@@ -369,6 +371,7 @@ def asked(monkeypatch) -> list:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     for module in (launch.fwd, launch.decode):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    monkeypatch.setattr(launch.fwd, "device_costs", lambda device: costs_of())
     return calls
 
 

@@ -15,10 +15,11 @@ from test_fwd import CURATED as FORWARD_CASES
 
 from tl_attention import flash_attn_func, launch
 from tl_attention.compilation import building
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.catalog import problems as problems_of
 from tl_attention.config.configs import candidates, pick_config
-from tl_attention.launch.common import PlanCache
-from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.launch.common import PlanCache, device_costs
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.target import sm_count
 from tl_attention.testing.inputs import (
     LAYOUTS,
@@ -193,7 +194,7 @@ def test_bwd_compiles_once_per_length_class(causal, deterministic, monkeypatch):
         monkeypatch.setattr(module, "_kernels", {})
     for module in (launch.fwd, launch.bwd):
         monkeypatch.setattr(module, "plan_cache", PlanCache())
-    gpu, sms, kernels = torch.cuda.get_device_name(), sm_count(torch.cuda.current_device()), set()
+    gpu, costs, kernels = torch.cuda.get_device_name(), device_costs(torch.cuda.current_device()), set()
     lengths = [*range(1, 400, 11), *range(1000, 3200, 150), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
@@ -210,7 +211,7 @@ def test_bwd_compiles_once_per_length_class(causal, deterministic, monkeypatch):
             seed=i,
         )
         shares = launch.splits.sharing(AttnProblem("bfloat16", 128, 128, causal), gpu)
-        fwd_bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms, shares)
+        fwd_bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, costs, shares)
         direction = "bwd_det" if deterministic else "bwd"
         of_gradients = bwd_bucket(deterministic, shape.heads_q, shape.heads_kv, seqlen_k)
         for name, bucket in (("fwd", fwd_bucket), (direction, of_gradients)):
@@ -312,7 +313,7 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
     bucket = bwd_bucket(deterministic, shape.heads_q, shape.heads_kv, shape.seqlen_k)
     config, _ = pick_config(problem, bucket, torch.cuda.get_device_name(), direction)
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k)
-    workspace = launch.bwd_workspace_bytes(*sizes, problem, config, sm_count(0))
+    workspace = launch.bwd_workspace_bytes(*sizes, problem, config, device_costs(0))
     assert peak <= sum(x.nbytes for x in grads) + workspace + 2**20
 
     rows = shape.batch * shape.heads_q * -(-shape.seqlen_q // 128) * 128

@@ -12,18 +12,14 @@ from test_bwd import both_modes, run
 from tl_attention import launch
 from tl_attention.checks.common import check_one_tile
 from tl_attention.config import catalog, configs
+from tl_attention.config.buckets import buckets, bwd_bucket
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdConfig
 from tl_attention.config.legality import fault
 from tl_attention.kernels.backward.key_tiles import dq_pieces
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
 from tl_attention.problem.attn_problem import (
-    TILE_BUCKET,
-    TILE_KEYS,
-    WIDE_TILE_BUCKET,
-    WIDE_TILE_KEYS,
     AttnProblem,
-    buckets,
-    bwd_bucket,
 )
 from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.testing.inputs import LAYOUTS, make_dout, make_inputs
@@ -33,18 +29,18 @@ D64 = AttnProblem("bfloat16", 64, 64, False)
 WIDTHS = 64, 96, 128
 
 
-def tile_config(problem: AttnProblem, direction: str = "bwd", bucket: str = TILE_BUCKET) -> BwdConfig:
+def tile_config(problem: AttnProblem, direction: str = "bwd", bucket: str = "tile") -> BwdConfig:
     return configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_bucket_holds_the_keys_of_a_tile(deterministic):
-    assert bwd_bucket(deterministic, 8, 2, TILE_KEYS) == TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, TILE_KEYS + 1) == WIDE_TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS) == WIDE_TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS + 1) == "1k"
-    assert bwd_bucket(deterministic, 8, 8, TILE_KEYS, partial=True) == "1k"  # fp32 gradients
-    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS, partial=True) == "1k"
+    assert bwd_bucket(deterministic, 8, 2, 128) == "tile"
+    assert bwd_bucket(deterministic, 8, 8, 129) == "tile192"
+    assert bwd_bucket(deterministic, 8, 8, 192) == "tile192"
+    assert bwd_bucket(deterministic, 8, 8, 193) == "1k"
+    assert bwd_bucket(deterministic, 8, 8, 128, partial=True) == "1k"  # fp32 gradients
+    assert bwd_bucket(deterministic, 8, 8, 192, partial=True) == "1k"
 
 
 @pytest.mark.parametrize("direction", ["bwd", "bwd_det"])
@@ -54,9 +50,9 @@ def test_configs_of_the_bucket_alone_have_one_tile(direction):
         config = tile_config(problem, direction)
         assert config.deterministic or direction == "bwd"
         assert any(one.one_tile for one in config.passes) == has_kernel
-        wide = tile_config(problem, direction, WIDE_TILE_BUCKET)
+        wide = tile_config(problem, direction, "tile192")
         assert any(one.one_tile for one in wide.passes) == (problem.width == "d64" and not problem.is_fp32)
-        for bucket in set(buckets(direction)) - {TILE_BUCKET, WIDE_TILE_BUCKET}:
+        for bucket in set(buckets(direction)) - {"tile", "tile192"}:
             found = [config for config in configs.candidates(problem, bucket, direction)]
             found.append(configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0])
             assert not any(one.one_tile for config in found for one in config.passes)
@@ -70,7 +66,7 @@ def test_other_widths_take_the_rows_of_other_lengths():
 def test_third_warpgroup_computes_nothing_of_dq():
     pieces = dq_pieces(64, 64, 3)
     assert pieces[:2] == dq_pieces(64, 64, 2) and pieces[2] == []
-    (one,) = tile_config(D64, bucket=WIDE_TILE_BUCKET).passes
+    (one,) = tile_config(D64, bucket="tile192").passes
     for changes in ({"one_tile": False}, {"block_M": 128}):
         assert "block_N: expected 128" in fault(D64, BwdConfig((replace(one, **changes),)))
 
@@ -94,7 +90,7 @@ def test_longer_keys_are_refused():
 
 
 def sizes(seqlen_q: int, seqlen_k: int, batch: int = 8, heads: int = 16, heads_kv: int = 4) -> BwdSizes:
-    return BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, 128, 2, 132, 0, seqlen_q)
+    return BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, 128, 2, costs_of(), 0, seqlen_q)
 
 
 def test_no_sums_of_dq_and_parts_by_visited_queries():
@@ -108,6 +104,22 @@ def test_no_sums_of_dq_and_parts_by_visited_queries():
         assert buffers.writes_dq and dq_rows == 0 and buffers.parts > 1
     alone = KeyBuffers(one, causal, sizes(128, 128, batch=64, heads_kv=16))
     assert alone.parts == 1 and all(shape[0] == 0 for shape, *_ in alone.empty)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "width"),
+    [(64, 48, 3, 125, 100, 128), (16, 64, 8, 129, 129, 64), (128, 8, 2, 180, 180, 64)],
+)
+def test_causal_pass_shares_all_tiles_or_none(batch, heads, heads_kv, seqlen_q, seqlen_k, width):
+    """More key tiles than SMs, with query heads that would be shared in the last ones. Such calls ended in an AssertionError."""
+    bucket = bwd_bucket(False, heads, heads_kv, seqlen_k)
+    problem = AttnProblem("bfloat16", width, width, True)
+    (one,) = tile_config(problem, bucket=bucket).passes
+    many = BwdSizes(
+        batch, heads, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, costs_of(), 0, min(seqlen_q, seqlen_k)
+    )
+    buffers = KeyBuffers(one, problem, many)
+    assert one.one_tile and (buffers.parts, buffers.whole) == (1, batch * heads_kv)
 
 
 @pytest.mark.gpu

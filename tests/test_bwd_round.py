@@ -14,13 +14,14 @@ from test_bwd import run
 from test_bwd_apart import apart
 
 from tl_attention import launch
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdConfig, BwdPass
 from tl_attention.config.legality import fault
-from tl_attention.config.round_configs import slots_of
 from tl_attention.kernels.seams.pipeline import FOUR_WARPS_REGISTERS
 from tl_attention.kernels.seams.roles import WARPGROUP
 from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
+from tl_attention.launch.rounding import slots_of
 from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.options import Options
 from tl_attention.problem.target import REGISTERS
@@ -65,7 +66,7 @@ def test_partial_gradients_are_not_rounded():
 @pytest.mark.parametrize("units", [1, 7, 500])
 def test_a_group_fits_the_slots(units, tiles, causal):
     """Tiles of a group may be drawn in any order: with fewer slots one could wait for another that no CTA has drawn."""
-    group, slots = slots_of(units, tiles, 132, causal)
+    group, slots = slots_of(units, tiles, costs_of(), causal)
     assert min(group, units) <= slots <= units
     assert slots >= min(2, units)
     assert group * tiles >= 132 / 2
@@ -109,7 +110,16 @@ def test_nothing_waits_forever_and_no_memory_has_two_heads(
     problem, (one,) = AttnProblem(BF16, width, width, causal, options), rounding(width).passes
     queries = min(seqlen_q, window_keys + 128) if options else seqlen_q
     sizes = BwdSizes(
-        batch, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, sms, 0, queries
+        batch,
+        heads_kv * heads_per_kv,
+        heads_kv,
+        seqlen_q,
+        seqlen_k,
+        2 * width,
+        2,
+        costs_of(sms=sms),
+        0,
+        queries,
     )
     buffers, units, rng = KeyBuffers(one, problem, sizes), batch * heads_kv, random.Random(seed)
     wanted, slots = buffers.counts[0] * buffers.parts, buffers.slots
@@ -135,7 +145,7 @@ def test_workspace_does_not_grow_with_the_batch():
     problem = AttnProblem(BF16, 128, 128, True)
 
     def workspace(batch: int, config: BwdConfig) -> int:
-        return bwd_workspace_bytes(batch, 16, 16, 512, 512, problem, config, 132)
+        return bwd_workspace_bytes(batch, 16, 16, 512, 512, problem, config, costs_of())
 
     rows = 2 * 4 * 512 * 16  # lse and delta of a batch entry
     assert workspace(64, rounding(128)) - workspace(32, rounding(128)) < 32 * (rows + 16 * 2 * 4) + 8192

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from test_bwd_apart import apart
 
 from tl_attention import launch
+from tl_attention.config.costs import costs_of
 from tl_attention.config.legality import fault
-from tl_attention.config.round_configs import LAST_WAVES, RING_WAVES, SIDE_WAVES, ring_tiles
+from tl_attention.config.round_configs import LAST_WAVES, SIDE_WAVES
 from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.common import TABLE_NUMBERS, table_counts
+from tl_attention.launch.rounding import ring_tiles
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 from tl_attention.problem.options import Options
 from tl_attention.testing.inputs import make_dout, make_inputs
@@ -33,7 +35,7 @@ def test_packed_sequences_round_with_the_schedule_dynamic_late():
 
 @given(st.integers(1, 10**5), st.integers(1, 1000))
 def test_a_head_of_the_longest_sequence_fits_the_ring(tiles, longest):
-    ring = ring_tiles(tiles, longest, 132)
+    ring = ring_tiles(tiles, longest, costs_of())
     assert min(longest, tiles) <= ring <= tiles
     assert ring >= min(tiles, SIDE_WAVES * 132)
 
@@ -76,7 +78,7 @@ def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts
 
     head_of = {before + block: (b, head) for b, head, _, block, before in found}
     last_draw = {(b, head): number for number, (b, head, *_) in enumerate(found)}
-    ring = ring_tiles(entries * heads, max(counts), sms)
+    ring = ring_tiles(entries * heads, max(counts), costs_of(sms=sms))
     for number, (b, *_, before) in enumerate(found):
         freed = before - ring + counts[b]  # slots before it are rounded when the tile adds
         assert all(last_draw[head_of[slot]] < number for slot in range(max(before - ring, 0), freed))
@@ -91,11 +93,11 @@ def test_sums_do_not_grow_with_the_tokens():
         sizes = 32, 16, 16, tokens, tokens
         tiles_q, tiles_k = table_counts(tokens, tokens, 32, True)
         others = 2 * 16 * TABLE_ROWS * tiles_q + TABLE_NUMBERS * (tiles_q + tiles_k) + 4 * 33 + 32 * tiles_k
-        return bwd_workspace_bytes(*sizes, problem, config, 132, longest=longest) - 4 * others
+        return bwd_workspace_bytes(*sizes, problem, config, costs_of(), longest=longest) - 4 * others
 
     slot = TABLE_ROWS * 128 * 4
     for tokens in (32768, 65536, 10**6):
-        assert 0 <= sums(tokens, 8004) - RING_WAVES * 132 * slot < slot
+        assert 0 <= sums(tokens, 8004) - costs_of().rounding.ring * 132 * slot < slot
     assert 0 <= sums(10**6, 65536) - (512 + SIDE_WAVES * 132) * slot < slot
 
 

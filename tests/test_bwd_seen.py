@@ -6,20 +6,23 @@ import pytest
 import torch
 from test_bwd import both_modes, run
 
-from tl_attention.launch.seen import LEAST_QUERIES, SeenQueries, seen_queries, unseen_queries
+from tl_attention.config.costs import costs_of
+from tl_attention.launch.seen import SeenQueries, seen_queries, unseen_queries
 from tl_attention.testing.inputs import LAYOUTS
 from tl_attention.testing.shapes import Shape
 
 
 def test_many_unseen_queries_are_left_out():
-    assert unseen_queries(1, 16, 4096, 4096 - LEAST_QUERIES // 16) == LEAST_QUERIES // 16
-    assert unseen_queries(1, 16, 4096, 4097 - LEAST_QUERIES // 16) == 0
-    assert unseen_queries(64, 16, 4096, 5000) == 0
+    costs = costs_of()
+    many = costs.backward.least_unseen // 16
+    assert unseen_queries(1, 16, 4096, 4096 - many, costs) == many
+    assert unseen_queries(1, 16, 4096, 4097 - many, costs) == 0
+    assert unseen_queries(64, 16, 4096, 5000, costs) == 0
     q, k = torch.empty(4, 4000, 8, 1), torch.empty(4, 1500, 2, 1)
-    assert seen_queries(q, k, heads_first=False) == SeenQueries(-3, 2500, 1500)
+    assert seen_queries(q, k, heads_first=False, costs=costs) == SeenQueries(-3, 2500, 1500)
     heads_first = (x.transpose(1, 2) for x in (q, k))
-    assert seen_queries(*heads_first, heads_first=True) == SeenQueries(-2, 2500, 1500)
-    assert seen_queries(k, q, heads_first=False) is None
+    assert seen_queries(*heads_first, heads_first=True, costs=costs) == SeenQueries(-2, 2500, 1500)
+    assert seen_queries(k, q, heads_first=False, costs=costs) is None
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -51,5 +54,5 @@ def test_seen_queries_are_the_last(heads_first):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_match_the_reference(shape, layout, deterministic):
     shape = Shape.parse(shape)
-    assert unseen_queries(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+    assert unseen_queries(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, costs_of())
     run(shape, layout=layout, deterministic=deterministic, with_dlse=True, lse_base2=True)

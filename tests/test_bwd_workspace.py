@@ -10,12 +10,14 @@ import torch
 
 from tl_attention import launch
 from tl_attention.config import configs
+from tl_attention.config.buckets import bwd_bucket
+from tl_attention.config.costs import costs_of
 from tl_attention.launch import bwd, bwd_kernels, bwd_passes, common, parts
-from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
 from tl_attention.problem.target import DEFAULT_GPU
 
-SMS, HALF, FULL = 132, torch.bfloat16, (-1, -1)
+COSTS, HALF, FULL = costs_of(), torch.bfloat16, (-1, -1)
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def allocated(monkeypatch):
         monkeypatch.setattr(module, "empty", empty)
     monkeypatch.setattr(parts, "empty", empty_part)
     monkeypatch.setattr(bwd_kernels, "compile_config", compiled)
-    monkeypatch.setattr(bwd, "sm_count", lambda device: SMS)
+    monkeypatch.setattr(bwd, "device_costs", lambda device: COSTS)
     monkeypatch.setattr(bwd_kernels, "_kernels", {})
     monkeypatch.setattr(bwd_passes, "stream_tickets", lambda *_: None)
     monkeypatch.setattr(
@@ -98,21 +100,21 @@ def test_bwd_workspace_is_what_a_launch_allocates(allocated, direction, packed, 
         config, _ = configs.pick_config(
             problem.served_as, bwd_bucket(deterministic, *sizes[1:3], sizes[4]), DEFAULT_GPU, direction
         )
-        assert launch.bwd_workspace_bytes(*sizes, problem, config, SMS, window) == sum(allocated)
+        assert launch.bwd_workspace_bytes(*sizes, problem, config, COSTS, window) == sum(allocated)
 
 
 def test_bwd_workspace_asks_for_the_window():
     plain, windowed = (AttnProblem("bfloat16", 64, 64, False, names) for names in ((), ("window",)))
     config, _ = configs.pick_config(plain, "1k", DEFAULT_GPU, "bwd")
     sizes = 2, 4, 4, 300, 500
-    assert launch.bwd_workspace_bytes(2, 4, 4, 0, 500, plain, config, SMS) == 0
+    assert launch.bwd_workspace_bytes(2, 4, 4, 0, 500, plain, config, COSTS) == 0
     with pytest.raises(
         ValueError,
         match=r"window_size: expected that of the call, as the problem has a window, got \(-1, -1\)",
     ):
-        launch.bwd_workspace_bytes(*sizes, windowed, config, SMS)
+        launch.bwd_workspace_bytes(*sizes, windowed, config, COSTS)
     with pytest.raises(
         ValueError, match=r"window_size: expected \(-1, -1\), as the problem has no window, got \(3, 0\)"
     ):
-        launch.bwd_workspace_bytes(*sizes, plain, config, SMS, (3, 0))
-    assert launch.bwd_workspace_bytes(*sizes, windowed, config, SMS, (MAX_WINDOW, 0))
+        launch.bwd_workspace_bytes(*sizes, plain, config, COSTS, (3, 0))
+    assert launch.bwd_workspace_bytes(*sizes, windowed, config, COSTS, (MAX_WINDOW, 0))

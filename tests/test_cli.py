@@ -31,7 +31,6 @@ from tl_attention.problem.attn_problem import (
     DECODE_TILE_WIDTHS,
     DIRECTIONS,
     SPLIT_BUCKET,
-    WIDE_BUCKET,
     AttnProblem,
 )
 from tl_attention.problem.options import Cache, Options
@@ -417,7 +416,7 @@ def test_compile_of_shapes_covers_all_lengths(compiled):
         *configs.option_config(problem, "1k").kernels(problem),
         *configs.option_config(problem, "4k").kernels(problem),
         *configs.option_config(problem, SPLIT_BUCKET).kernels(problem),
-        *configs.option_config(problem, WIDE_BUCKET).kernels(problem),
+        *configs.option_config(problem, "wide").kernels(problem),
         *configs.option_config(without_sink, "1k", "bwd").kernels(without_sink),
     ]
     assert compiled == expected

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tl_attention.config import catalog, configs, legality
+from tl_attention.config.buckets import buckets, option_buckets
 from tl_attention.config.kernel_configs import (
     BWD_SCHEDULES,
     SCHEDULES,
@@ -31,16 +32,8 @@ from tl_attention.problem.attn_problem import (
     DIRECTIONS,
     HALF_DTYPES,
     OPTIONS,
-    ROWS_BUCKET,
-    SHARED_BUCKET,
-    SHARED_BUCKETS,
-    SHORT_BUCKET,
     SPLIT_BUCKET,
-    TILE_BUCKET,
-    WIDE_TILE_BUCKET,
     AttnProblem,
-    buckets,
-    option_buckets,
     tile_widths,
     tuning_key,
 )
@@ -54,7 +47,7 @@ TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 
 D192_128 = AttnProblem("bfloat16", 192, 128, False)
 D256 = AttnProblem("bfloat16", 256, 256, True)
-ROW_BUCKETS = SHORT_BUCKET, ROWS_BUCKET, TILE_BUCKET, WIDE_TILE_BUCKET  # some classes have no line for them
+ROW_BUCKETS = "short", "256", "tile", "tile192"  # some classes have no line for them
 CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in catalog.problems(direction)]
 
 
@@ -758,8 +751,8 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
-    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKETS.values())
-    assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET)
+    assert buckets("bwd") == (*BUCKETS, "tile", "tile192", "1k-shared", "4k-shared", "long-shared")
+    assert buckets("bwd_det") == (*BUCKETS, "tile", "shared", "tile192")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -767,7 +760,7 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
 def test_deterministic_rows_of_an_h100_are_those_of_an_h200(width, causal):
     """Its plain rows sum dq in no fixed order. A row of its own would stand in for the lengths that it lacks, too."""
     problem = AttnProblem("bfloat16", width, width, causal)
-    for bucket in (*BUCKETS, SHARED_BUCKET):
+    for bucket in (*BUCKETS, "shared"):
         (ours, _), (theirs, source) = (
             configs.pick_config(problem, bucket, gpu, "bwd_det")
             for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")

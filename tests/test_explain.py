@@ -150,7 +150,7 @@ def test_explain_prints_the_config_and_why(capsys):
     assert "fwd row 'bf16 d128 causal 4k'" in choice.source and f"tried before  {choice.misses[0]}\n" in out
     assert "as NVIDIA H100 PCIe has no such row" in run(capsys, ARTICLE, "--gpu", "h100 pcie")
     assert "[options.d128]" in run(capsys, f"{ARTICLE},softcap=20", "--gpu", "h200")
-    assert "[programs.d64] fwd_bits" in run(capsys, "1,8,8,1024,1024,64,full,function=documents")
+    assert "line 1 of [programs.d64] fwd" in run(capsys, "1,8,8,1024,1024,64,full,function=documents")
     assert "[decode] d128" in run(capsys, "1,64,8,1,4096,128,full,page=64", "--pass", DECODE)
     packed = [call(f"{batch},8,8,64,32768,128,causal,varlen").config.split for batch in (1, 64)]
     assert packed == [True, False], "CTAs share keys where packed sequences have few tiles"

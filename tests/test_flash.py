@@ -19,6 +19,7 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from tl_attention.config.costs import costs_of
 from tl_attention.problem.options import (
     Options,
     canonical_window,
@@ -682,7 +683,7 @@ def test_a_launch_without_sequences_needs_no_kernel(monkeypatch):
         monkeypatch.setattr(
             module, "empty", lambda shape, strides, dtype: torch.full(shape, math.nan, dtype=dtype)
         )
-    monkeypatch.setattr(ops.launch.fwd, "sm_count", lambda device: 132)
+    monkeypatch.setattr(ops.launch.fwd, "device_costs", lambda device: costs_of())
     cu, sink = torch.zeros(1, dtype=torch.int32), torch.ones(2)
     q = torch.randn(5, 2, 64).to(BF16)
     some = Options(cu_seqlens_q=cu, cu_seqlens_k=cu, sink=sink)

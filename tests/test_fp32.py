@@ -23,6 +23,7 @@ from tl_attention import (
 )
 from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.config import configs, legality
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.bwd_passes import bwd_workspace_bytes
 from tl_attention.problem.attn_problem import (
@@ -269,7 +270,7 @@ def test_fp32_gradients_in_one_pass_add_dq_to_the_result(dtype, block_N):
     assert "sums dq in no fixed order" in legality.fault(problem, config, "bwd_det")
     two = BwdConfig((BwdPass("dk+dv", 32, block_N), BwdPass("dq", 64, 32)))
     sizes = 1, 4, 4, 300, 300, problem
-    assert bwd_workspace_bytes(*sizes, config, 132) == bwd_workspace_bytes(*sizes, two, 132)
+    assert bwd_workspace_bytes(*sizes, config, costs_of()) == bwd_workspace_bytes(*sizes, two, costs_of())
 
 
 def test_fp32_workspace_bytes():

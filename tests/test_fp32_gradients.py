@@ -22,8 +22,9 @@ from test_fp32 import (
 from tl_attention import flash_attn_func, flash_attn_varlen_func, fp32_workspace_bytes, mha_bwd_interface
 from tl_attention.compilation import building
 from tl_attention.config import configs
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.launch import bwd_kernels
-from tl_attention.problem.attn_problem import FP32_DTYPES, PRECISIONS, AttnProblem, bwd_bucket, tile_widths
+from tl_attention.problem.attn_problem import FP32_DTYPES, PRECISIONS, AttnProblem, tile_widths
 from tl_attention.problem.options import Options
 from tl_attention.reference import (
     attention_backward_reference,

@@ -20,9 +20,9 @@ from tl_attention.compilation import building
 from tl_attention.config.configs import candidates, default_config, pick_config
 from tl_attention.config.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.launch.arrays import tma_ready
-from tl_attention.launch.common import PlanCache
+from tl_attention.launch.common import PlanCache, device_costs
 from tl_attention.problem.attn_problem import SPLIT_BUCKET, AttnProblem, tile_width
-from tl_attention.problem.target import DTYPE_NAMES, sm_count
+from tl_attention.problem.target import DTYPE_NAMES
 from tl_attention.reference import attention_reference
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
@@ -179,7 +179,7 @@ SPLIT = {
 @pytest.mark.parametrize(("shape", "options"), SPLIT.values(), ids=SPLIT)
 def test_fwd_with_split_keys_matches_reference(shape, options, monkeypatch):
     if splits := options.get("splits"):
-        monkeypatch.setattr(launch.splits, "key_splits", lambda tiles, steps, sms: splits)
+        monkeypatch.setattr(launch.splits, "key_splits", lambda tiles, steps, costs: splits)
     shape, options = Shape.parse(shape), {name: value for name, value in options.items() if name != "splits"}
     dtype = DTYPE_NAMES[options.get("dtype", BF16)]
     problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
@@ -192,7 +192,7 @@ FEW_TILES = Shape(1, 8, 1, 300, 9001, 128, 128, True)
 @pytest.mark.gpu
 def test_fwd_with_split_keys_is_deterministic():
     sizes = FEW_TILES.batch, FEW_TILES.heads_q, FEW_TILES.seqlen_q, FEW_TILES.seqlen_k
-    assert launch.fwd_bucket(*sizes, sm_count(0)) == SPLIT_BUCKET
+    assert launch.fwd_bucket(*sizes, device_costs(0)) == SPLIT_BUCKET
     run(FEW_TILES)
     q, k, v = make_inputs(FEW_TILES, BF16)
     out, lse = launch.forward(q, k, v, 0.1, True, False)
@@ -270,7 +270,7 @@ def test_fwd_compiles_once_per_length_class(causal, monkeypatch):
     monkeypatch.setattr(launch.fwd, "_kernels", {})
     monkeypatch.setattr(launch.fwd, "plan_cache", PlanCache())
     problem, kernels = AttnProblem("bfloat16", 128, 128, causal), set()
-    gpu, sms = torch.cuda.get_device_name(), sm_count(torch.cuda.current_device())
+    gpu, costs = torch.cuda.get_device_name(), device_costs(torch.cuda.current_device())
     lengths = [*range(1, 400, 3), *range(1000, 3200, 37), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
@@ -280,7 +280,7 @@ def test_fwd_compiles_once_per_length_class(causal, monkeypatch):
         )
         run(shape, layout=LAYOUTS[i % 3], scale=0.1 + i / 1000, lse_base2=bool(i % 2), seed=i)
         shares = launch.splits.sharing(problem, gpu)
-        bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms, shares)
+        bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, costs, shares)
         kernels |= {*pick_config(problem, bucket, gpu)[0].kernels(problem)}
         assert building.compile_count() == len(kernels)
 

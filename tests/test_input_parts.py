@@ -9,6 +9,7 @@ import torch
 
 from tl_attention import launch
 from tl_attention.config import configs, legality
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdConfig, BwdPass, FirstPartsConfig, FwdConfig, PartsConfig
 from tl_attention.config.part_configs import ITEM_ELEMENTS, part_items, splits_keys, stores_key_parts
 from tl_attention.launch.common import tile_counts
@@ -94,7 +95,9 @@ def test_first_heads_of_a_backward_are_all_those_of_a_key_head():
     q = torch.empty(batch, 1000, heads, 128, device="meta")
     tiles = 8 * batch * heads_kv
     for sms in (1, 20, SMS):
-        split = FirstPartsLaunch(None, problem, False, AttentionTiles(tiles, 8, tiles, sms, 6), q, q)
+        split = FirstPartsLaunch(
+            None, problem, False, AttentionTiles(tiles, 8, tiles, costs_of(sms=sms), 6), q, q
+        )
         assert split.heads % 6 == 0
         assert split.heads // 6 * 8 >= min(sms, tiles)
 
@@ -123,11 +126,11 @@ def test_parts_of_a_tile_are_made_by_ctas_that_run(batch, heads, heads_kv, seqle
     problem, group = AttnProblem("float32-high", 128, 128, causal), heads // heads_kv
     kv_bytes = 4 * seqlen * 256
     limit = SMS if on_every_sm else 2**31
-    m_blocks, group_heads, ctas = tile_counts(batch, heads, group, kv_bytes, seqlen, 128, SMS, limit)
+    m_blocks, group_heads, ctas = tile_counts(batch, heads, group, kv_bytes, seqlen, 128, costs_of(), limit)
     tiles = m_blocks * batch * heads
     k = torch.empty(batch, seqlen, heads_kv, 128, device="meta")
     split = FirstPartsLaunch(
-        None, problem, False, AttentionTiles(tiles, m_blocks * group_heads, ctas, SMS), k, k
+        None, problem, False, AttentionTiles(tiles, m_blocks * group_heads, ctas, costs_of()), k, k
     )
     items = part_items(128, batch * heads_kv, seqlen)
     of_group = m_blocks * group_heads if causal else m_blocks * group

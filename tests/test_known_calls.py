@@ -20,6 +20,7 @@ from tl_attention import (
     mha_bwd_interface,
     mha_fwd_interface,
 )
+from tl_attention.config.costs import costs_of
 from tl_attention.launch.common import PlanCache, UnusedArguments
 from tl_attention.problem.options import PUBLIC_NAMES, TENSOR_RULES, Options
 from tl_attention.torch_ops import attend as attend_module
@@ -41,6 +42,7 @@ def kernels(monkeypatch):
         for name, fake in (
             ("empty", EMPTY),
             ("sm_count", lambda device: 132),
+            ("device_costs", lambda device: costs_of()),
             ("stream_tickets", lambda *_: zeros),
             ("unused_arguments", lambda device: unused),
             ("plan_cache", PlanCache()),

@@ -277,12 +277,20 @@ def test_options_where_scores_outgrow_a_held_row_max(one):
     check(case)
 
 
+def shrink_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make head groups as small as if the L2 had one byte."""
+    costs = launch.common.device_costs(torch.cuda.current_device())
+    small = dataclasses.replace(costs, groups=dataclasses.replace(costs.groups, bytes=1))
+    for module in (launch.fwd, launch.bwd):
+        monkeypatch.setattr(module, "device_costs", lambda device: small)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", SCHEDULED, ids=str)
 @pytest.mark.parametrize("names", ["window", "window sink varlen", "varlen", ALL])
 def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
     """More tiles than SMs, several head groups, and free entries in the tile table."""
-    monkeypatch.setattr(launch.common, "L2_SHARE", 1)
+    shrink_l2(monkeypatch)
     lengths = tuple((37 * i) % 300 for i in range(1, 60))
     named = tuple(names.split())
     case = Case(
@@ -323,7 +331,7 @@ def test_packed_sequences_with_split_keys_read_no_unused_row(one):
 @pytest.mark.parametrize("num_splits", [2, 1000])
 def test_packed_sequences_with_split_keys_in_many_tiles(num_splits, monkeypatch):
     """Several head groups, free entries in the tile table, and more splits than key blocks."""
-    monkeypatch.setattr(launch.common, "L2_SHARE", 1)
+    shrink_l2(monkeypatch)
     lengths = tuple((37 * i) % 300 for i in range(1, 60))
     lengths = {"lengths_q": lengths, "lengths_k": lengths[::-1], "num_splits": num_splits}
     check(Case(64, 64, False, ("window", "varlen"), heads=6, **lengths))

@@ -22,6 +22,7 @@ import torch
 from tl_attention import __version__
 from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
 from tl_attention.config import configs, legality
+from tl_attention.config.buckets import buckets
 from tl_attention.config.kernel_configs import (
     BwdPass,
     BwdSum,
@@ -36,7 +37,6 @@ from tl_attention.problem.attn_problem import (
     DTYPES,
     HALF_DTYPES,
     AttnProblem,
-    buckets,
     tile_widths,
 )
 from tl_attention.tools import cli, doctor

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tl_attention.config import configs, legality
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.launch import common, fwd, tickets
 from tl_attention.launch.splits import (
-    MERGE_STEPS,
     Sharing,
     causal_shares,
     causal_steps,
@@ -48,7 +48,7 @@ def test_pieces_hold_each_step_once_and_meet_at_their_partners():
     for _ in range(300):
         sms, steps = rng.choice([7, 78, 114, 132]), rng.randint(1, 200)
         tiles = rng.randint(1, 4 * sms)
-        whole, sharers = shared_tiles(tiles, steps, sms)
+        whole, sharers = shared_tiles(tiles, steps, costs_of(sms=sms))
         assert whole % sms == 0 if sharers else whole == tiles
         of_ctas = [pieces(cta, tiles, steps, whole, sharers) for cta in range(sharers)]
         assert all(len(of_cta) in (1, 2) for of_cta in of_ctas)
@@ -101,7 +101,7 @@ def test_causal_pieces_hold_each_step_once_and_meet_at_their_partners():
         blocks = rng.choice([(128, 128), (192, 128), (128, 112), (128, 64)])
         sms = rng.choice([7, 78, 114, 132])
         steps = causal_steps(seqlen_q, seqlen_k, *blocks)
-        head_cost, sharers, tile_cost = causal_shares(heads, seqlen_q, seqlen_k, *blocks, sms)
+        head_cost, sharers, tile_cost = causal_shares(heads, seqlen_q, seqlen_k, *blocks, costs_of(sms=sms))
         assert head_cost == sum(tile_cost + n for n in steps) and 1 <= sharers <= sms
         of_ctas = [causal_pieces(cta, steps, heads, sharers, tile_cost) for cta in range(sharers)]
         assert all(of_ctas)
@@ -131,12 +131,12 @@ def test_causal_steps_are_those_of_the_mask():
     ],
 )
 def test_tiles_are_shared_where_it_is_faster(tiles, steps, expected):
-    assert shared_tiles(tiles, steps, 132) == expected
+    assert shared_tiles(tiles, steps, costs_of()) == expected
 
 
 def test_a_tile_has_not_too_many_pieces():
-    _, sharers = shared_tiles(133, 128, 132)
-    assert 1 < sharers * MERGE_STEPS < 128 // 4
+    _, sharers = shared_tiles(133, 128, costs_of())
+    assert 1 < sharers * costs_of().shared.partial < 128 // 4
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_few_tiles_have_one_plan_and_memory_for_pieces(causal, monkeypatch):
     monkeypatch.setattr(fwd, "_find_kernels", lambda key, *args: keys.append(key) or found)
     monkeypatch.setattr(fwd, "_kernels", {})
     monkeypatch.setattr(fwd, "plan_cache", common.PlanCache())
-    monkeypatch.setattr(fwd, "sm_count", lambda device: 132)
+    monkeypatch.setattr(fwd, "device_costs", lambda device: costs_of())
     monkeypatch.setattr(fwd, "stream_tickets", lambda device, drawn, numbers: (drawn, numbers))
     monkeypatch.setattr(fwd, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
@@ -194,7 +194,11 @@ def test_few_tiles_have_one_plan_and_memory_for_pieces(causal, monkeypatch):
     for args in calls:
         drawn, _, _, heads_per_kv, m_blocks, _, ctas, pieces, *shares = args[5:]
         assert drawn == (True, tickets.TICKETS + 132) and (heads_per_kv, m_blocks, ctas) == (2, 36, 132)
-        expected = causal_shares(4, 4500, 4500, 128, 128, 132) if causal else shared_tiles(4 * 36, 36, 132)
+        expected = (
+            causal_shares(4, 4500, 4500, 128, 128, costs_of())
+            if causal
+            else shared_tiles(4 * 36, 36, costs_of())
+        )
         assert tuple(shares) == expected
         assert pieces.shape == (shares[1] * 128 // 16, (128 + 8) // 8, 32, 4)
         assert pieces.dtype == torch.float32
@@ -203,9 +207,9 @@ def test_few_tiles_have_one_plan_and_memory_for_pieces(causal, monkeypatch):
 def test_no_tile_is_shared_where_one_split_is_asked_for():
     full = AttnProblem("bfloat16", 128, 128, False)
     shares = Sharing(128, 128, causal=False)
-    ctas, (whole, sharers) = share_arguments(shares, 16, 16384, 16384, 132)
+    ctas, (whole, sharers) = share_arguments(shares, 16, 16384, 16384, costs_of())
     assert (ctas, whole) == (132, 1980) and sharers
-    assert share_arguments(shares, 16, 16384, 16384, 132, num_splits=1) == (132, (2048, 0))
+    assert share_arguments(shares, 16, 16384, 16384, costs_of(), num_splits=1) == (132, (2048, 0))
     assert configs.pick_config(full, "long", "NVIDIA H200")[0].schedule == "shared"
     # Under a causal mask, where CTAs share all tiles, num_splits=1 finds no row with this schedule
     for gpu in configs.shipped_tables():

@@ -12,10 +12,11 @@ from test_fwd import run
 from test_options import Case, check
 
 from tl_attention.config import configs
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.config.query_tiles import first_queries, first_row, hides_last_steps, hides_steps
 from tl_attention.launch import fwd
-from tl_attention.problem.attn_problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
+from tl_attention.problem.attn_problem import SPLIT_BUCKET, AttnProblem
 from tl_attention.problem.options import Options
 from tl_attention.testing.shapes import Shape
 
@@ -150,7 +151,7 @@ def test_warpgroup_0_has_the_last_queries_where_steps_are_skipped(causal, option
 def test_wide_windows_have_tiles_of_three_warpgroups():
     for options in (("window",), ("window", "sink"), ("window", "softcap")):
         problem = AttnProblem("bfloat16", 64, 64, False, options)
-        assert configs.pick_config(problem, WIDE_BUCKET, "NVIDIA H200")[0].block_M == 192
+        assert configs.pick_config(problem, "wide", "NVIDIA H200")[0].block_M == 192
         assert configs.pick_config(problem, "long", "NVIDIA H200")[0].block_M == 128
     others = (
         ("float16", 64, ("window",)),
@@ -159,9 +160,7 @@ def test_wide_windows_have_tiles_of_three_warpgroups():
     )
     for dtype, width, options in others:
         problem = AttnProblem(dtype, width, width, False, options)
-        wide, long = (
-            configs.pick_config(problem, bucket, "NVIDIA H200")[0] for bucket in (WIDE_BUCKET, "long")
-        )
+        wide, long = (configs.pick_config(problem, bucket, "NVIDIA H200")[0] for bucket in ("wide", "long"))
         assert wide == long
 
 
@@ -169,10 +168,10 @@ def test_wide_windows_have_tiles_of_three_warpgroups():
     ("batch", "length", "window", "bucket"),
     [
         (8, 4500, (127, 0), "long"),
-        (8, 4500, (128, 0), WIDE_BUCKET),
-        (8, 4500, (64, 64), WIDE_BUCKET),
-        (8, 4500, (-1, 100), WIDE_BUCKET),
-        (8, 2000, (512, 0), WIDE_BUCKET),
+        (8, 4500, (128, 0), "wide"),
+        (8, 4500, (64, 64), "wide"),
+        (8, 4500, (-1, 100), "wide"),
+        (8, 2000, (512, 0), "wide"),
         (32, 1024, (512, 0), "1k"),
         (1, 4500, (2000, 0), SPLIT_BUCKET),
     ],
@@ -181,8 +180,8 @@ def test_buckets_of_windows(batch, length, window, bucket):
     sizes = fwd.FwdSizes(batch, 1 if bucket == SPLIT_BUCKET else 16, 1, length, length, 64, 64)
     for num_splits in (0, 1):
         options = Options(window=window, num_splits=num_splits)
-        found = fwd._splits_and_bucket(sizes, options, 132, False)[1]
-        assert found == bucket or (num_splits == 1 and bucket == SPLIT_BUCKET and found == WIDE_BUCKET)
+        found = fwd._splits_and_bucket(sizes, options, costs_of(), False)[1]
+        assert found == bucket or (num_splits == 1 and bucket == SPLIT_BUCKET and found == "wide")
 
 
 CONFIGS = [

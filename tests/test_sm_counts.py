@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.launch.bwd_passes import (
-    PART_QUERIES,
-    TILE_QUERIES,
     BwdSizes,
     KeyBuffers,
     causal_tiles,
@@ -20,7 +19,7 @@ from tl_attention.launch.bwd_passes import (
     pass_parts,
 )
 from tl_attention.launch.common import head_group
-from tl_attention.launch.splits import COMBINE_STEPS, CTA_STEPS, PART_STEPS, key_splits
+from tl_attention.launch.splits import key_splits
 from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
 
 SM_COUNTS = (
@@ -31,13 +30,15 @@ SM_COUNTS = (
     132,
     144,
 )  # slices of a GPU (MIG); H20, H100 PCIe, H100 and H200; all of a GH100
+COSTS = costs_of()
 STEPS = (1, 2, 3, 5, 8, 16, 33, 64, 128, 257, 512, 1024, 4096)
 
 
 def split_time(tiles: int, steps: int, sms: int, splits: int) -> float:
     """The cost model of key_splits, in steps."""
-    combine = COMBINE_STEPS + splits * PART_STEPS if splits > 1 else 0
-    return -(-tiles * splits // sms) * (-(-steps // splits) + CTA_STEPS) + combine
+    costs = costs_of().forward
+    combine = costs.launch + splits * costs.partial if splits > 1 else 0
+    return -(-tiles * splits // sms) * (-(-steps // splits) + costs.tile) + combine
 
 
 def end_of_last(tiles: Iterable[int], sms: int) -> int:
@@ -58,7 +59,7 @@ def test_key_splits_stay_sane(sms):
     for tiles in range(1, sms + 20):
         before = 1
         for steps in STEPS:
-            splits = key_splits(tiles, steps, sms)
+            splits = key_splits(tiles, steps, costs_of(sms=sms))
             assert before - 1 <= splits <= MAX_SPLITS, (
                 "but for rounding, more key blocks never take fewer splits"
             )
@@ -76,13 +77,19 @@ def test_key_splits_keep_the_sms_busy(sms, least_steps, bound):
     """Long keys and an eighth of a wave of tiles or more; up to the number of tiles from which none is split."""
     for tiles in range(max(sms // 8, 1), int(0.8 * sms)):
         for steps in (steps for steps in STEPS if steps >= least_steps):
-            assert efficiency(tiles, steps, sms, key_splits(tiles, steps, sms)) >= bound, (tiles, steps)
+            assert efficiency(tiles, steps, sms, key_splits(tiles, steps, costs_of(sms=sms))) >= bound, (
+                tiles,
+                steps,
+            )
 
 
 def test_more_sms_never_take_longer():
     for tiles in range(1, 200):
         for steps in STEPS:
-            times = [split_time(tiles, steps, sms, key_splits(tiles, steps, sms)) for sms in SM_COUNTS]
+            times = [
+                split_time(tiles, steps, sms, key_splits(tiles, steps, costs_of(sms=sms)))
+                for sms in SM_COUNTS
+            ]
             assert all(fewer >= more / 1.04 for fewer, more in itertools.pairwise(times))
 
 
@@ -92,7 +99,7 @@ def test_more_sms_never_take_longer():
 def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, triangular):
     for tiles in (1, 2, 7, 32, 100, 512, 4096):
         for queries in (1, 100, 1024, 8192, 131072):
-            parts, per_part = key_parts(tiles, heads_per_kv, queries, triangular, sms)
+            parts, per_part = key_parts(tiles, heads_per_kv, queries, triangular, costs_of(sms=sms))
             assert 1 <= parts <= heads_per_kv and (parts - 1) * per_part < heads_per_kv <= parts * per_part
             assert parts == 1 or tiles < 16 * sms
             assert parts == heads_per_kv or queries < 1024 or 2 * tiles * parts >= sms
@@ -100,7 +107,7 @@ def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, t
 
 @pytest.mark.parametrize("seqlen_k", [300, 700, 1023, 9000, 65536])
 def test_work_under_a_causal_mask_follows_from_both_lengths(seqlen_k):
-    sizes = BwdSizes(1, 8, 8, 700, seqlen_k, 256, 2, 132, 0, 700)
+    sizes = BwdSizes(1, 8, 8, 700, seqlen_k, 256, 2, COSTS, 0, 700)
     queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
     seen = [min(700, seqlen_k - key) for key in range(seqlen_k)]
     assert queries == max(seen)
@@ -129,13 +136,13 @@ def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, hea
 
     def simulated(per_part: int) -> float:
         heads = [min(per_part, heads_per_kv - first) for first in range(0, heads_per_kv, per_part)]
-        taken = [n * count + TILE_QUERIES for count in counts for n in heads for _ in range(heads_kv)]
-        sums = len(heads) * PART_QUERIES * tiles / 132 if len(heads) > 1 else 0
+        taken = [n * count + COSTS.backward.tile for count in counts for n in heads for _ in range(heads_kv)]
+        sums = len(heads) * COSTS.backward.partial * tiles / 132 if len(heads) > 1 else 0
         return end_of_last(taken, 132) + sums
 
-    sizes = BwdSizes(1, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 256, 2, 132, 0, seqlen_q)
+    sizes = BwdSizes(1, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 256, 2, COSTS, 0, seqlen_q)
     _, chosen = key_parts(
-        tiles, heads_per_kv, *causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k), 132
+        tiles, heads_per_kv, *causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k), COSTS
     )
     assert simulated(chosen) <= 1.2 * min(simulated(n) for n in range(1, heads_per_kv + 1))
 
@@ -160,7 +167,7 @@ def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_k
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
     tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
     whole = tiles if parts == 1 else 0
-    assert pass_parts(split, tiles, per_kv, keys, causal, 132, row_bytes=1024) == (parts, per_kv, whole)
+    assert pass_parts(split, tiles, per_kv, keys, causal, COSTS, row_bytes=1024) == (parts, per_kv, whole)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,7 @@ def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_k
 def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads, heads_kv, keys, parts):
     one = BwdPass(grads, 64, 128, schedule="split" if grads == "dq+dk+dv" else "grid")
     tiles = batch * heads_kv * -(-keys // 128)
-    assert pass_parts(one, tiles, heads // heads_kv, keys, 1, 132, row_bytes)[0] == parts
+    assert pass_parts(one, tiles, heads // heads_kv, keys, 1, COSTS, row_bytes)[0] == parts
 
 
 @pytest.mark.parametrize(
@@ -201,7 +208,7 @@ def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads,
 )
 def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, parts, whole):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
-    assert pass_parts(split, tiles, 1, queries, False, 132) == (parts, 1, whole)
+    assert pass_parts(split, tiles, 1, queries, False, COSTS) == (parts, 1, whole)
     drawn = whole + (tiles - whole) * parts
     assert parts == 1 or -(-drawn // 132) * 132 - drawn < 132
 
@@ -209,7 +216,7 @@ def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, parts
 @pytest.mark.parametrize(("tiles", "parts", "whole"), [(280, 1, 280), (132, 1, 132), (40, 3, 0)])
 def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, parts, whole):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="apart", reuse_registers=True)
-    assert pass_parts(split, tiles, 1, 6001, False, 132, shares_last=False) == (parts, 1, whole)
+    assert pass_parts(split, tiles, 1, 6001, False, COSTS, shares_last=False) == (parts, 1, whole)
 
 
 @pytest.mark.parametrize(
@@ -218,17 +225,24 @@ def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, parts, w
 def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, causal):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
     problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
-    buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, 132, 0, keys))
+    buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
     (rows, *_), *_ = buffers.empty[1]
     assert buffers.whole == 0 and rows == buffers.parts * heads * -(-keys // 128) * 8
+
+
+def group_of(heads: int, heads_sharing: int, shared_bytes: int, blocks: int) -> int:
+    """Heads per group with the bytes and the tiles per SM of an H200."""
+    return head_group(
+        heads, heads_sharing, shared_bytes, blocks, COSTS.groups.bytes, COSTS.groups.tiles * 132
+    )
 
 
 def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():
     def group(sequences: int, mean: int, longest: int) -> int:
         tiles, rows = (sequences * mean // 128,) * 2, sequences * mean
-        sizes = BwdSizes(1, 16, 16, rows, rows, 256, 2, 132, 0, mean, tiles, longest)
+        sizes = BwdSizes(1, 16, 16, rows, rows, 256, 2, COSTS, 0, mean, tiles, longest)
         read = rows * (2 * 256 + 4 * 128)
-        return head_group(16, 1, read, sizes.long_tiles(128), 132)
+        return group_of(16, 1, read, sizes.long_tiles(128))
 
     # 16,384 and 65,536 tokens, 16 heads: the fastest groups of an H200 are 4 and 1
     assert group(16, 1024, 0) == group(16, 1024, 1024) == 2
@@ -237,16 +251,16 @@ def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():
 
 
 def test_head_groups_are_full_and_fill_the_sms():
-    assert head_group(64, 1, 4 << 20, 32, 132) == 8, "as many as fit the L2"
-    assert head_group(16, 1, 64 << 20, 64, 132) == 4, "1.5 tiles per SM"
-    assert head_group(16, 1, 10 << 20, 128, 132) == 4, "not 5 groups of 3 and one of 1"
-    assert head_group(6, 1, 64 << 20, 64, 132) == 6
-    assert head_group(64, 8, 64 << 20, 8, 132) == 32, "whole key heads"
-    assert head_group(64, 8, 64 << 20, 8, 0) == 8
+    assert group_of(64, 1, 4 << 20, 32) == 8, "as many as fit the L2"
+    assert group_of(16, 1, 64 << 20, 64) == 4, "1.5 tiles per SM"
+    assert group_of(16, 1, 10 << 20, 128) == 4, "not 5 groups of 3 and one of 1"
+    assert group_of(6, 1, 64 << 20, 64) == 6
+    assert group_of(64, 8, 64 << 20, 8) == 32, "whole key heads"
+    assert head_group(64, 8, 64 << 20, 8, 32 << 20, 0) == 8
 
 
 def group_of_keys(pass_: BwdPass, keys: int, heads: int, heads_kv: int, batch: int = 1, **packed) -> int:
-    sizes = BwdSizes(batch, heads, heads_kv, keys, keys, 256, 2, 132, 0, keys, **packed)
+    sizes = BwdSizes(batch, heads, heads_kv, keys, keys, 256, 2, COSTS, 0, keys, **packed)
     return KeyBuffers(pass_, AttnProblem("bfloat16", 128, 128, True), sizes).counts[1]
 
 

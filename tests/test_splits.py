@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tl_attention import launch
+from tl_attention.config.costs import costs_of
 from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.launch.splits import Sharing, fwd_bucket, key_splits, packed_splits, sharing
 from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
 from tl_attention.problem.options import Options
 
-SMS = 132
+COSTS = costs_of()
+SMS = COSTS.sms
 
 
 @pytest.mark.parametrize(
@@ -34,13 +36,13 @@ SMS = 132
     ],
 )
 def test_key_splits(tiles, steps, splits):
-    assert key_splits(tiles, steps, SMS) == splits
+    assert key_splits(tiles, steps, COSTS) == splits
 
 
 def test_key_splits_are_few_with_two_blocks_each_and_save_time():
     for tiles in range(1, 200):
         for steps in (1, 2, 3, 5, 8, 13, 100, 1000, 10**5):
-            splits = key_splits(tiles, steps, SMS)
+            splits = key_splits(tiles, steps, COSTS)
             assert 1 <= splits <= MAX_SPLITS
             assert splits == 1 or steps // splits >= 2
             if splits > 1:  # all waves together take less than an unsplit tile
@@ -49,18 +51,18 @@ def test_key_splits_are_few_with_two_blocks_each_and_save_time():
 
 
 def test_fwd_bucket_follows_from_the_shape():
-    assert fwd_bucket(1, 8, 128, 16384, SMS) == "split"
-    assert fwd_bucket(1, 8, 1, 16384, SMS) == "split"
-    assert fwd_bucket(1, 8, 129, 512, SMS) == "1k"
-    assert fwd_bucket(8, 16, 59, 64, SMS) == "short"
+    assert fwd_bucket(1, 8, 128, 16384, COSTS) == "split"
+    assert fwd_bucket(1, 8, 1, 16384, COSTS) == "split"
+    assert fwd_bucket(1, 8, 129, 512, COSTS) == "1k"
+    assert fwd_bucket(8, 16, 59, 64, COSTS) == "short"
     for seqlen_q in (65, 128, 193, 256):
-        assert fwd_bucket(8, 16, seqlen_q, 64, SMS) == fwd_bucket(8, 16, seqlen_q, 1024, SMS) == "256"
-        assert fwd_bucket(8, 16, seqlen_q, 1025, SMS) == "4k"
+        assert fwd_bucket(8, 16, seqlen_q, 64, COSTS) == fwd_bucket(8, 16, seqlen_q, 1024, COSTS) == "256"
+        assert fwd_bucket(8, 16, seqlen_q, 1025, COSTS) == "4k"
     for seqlen_q in (64, 129, 192, 257):
-        assert fwd_bucket(8, 16, seqlen_q, 65, SMS) == "1k"
-    assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
-    assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
-    assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"
+        assert fwd_bucket(8, 16, seqlen_q, 65, COSTS) == "1k"
+    assert fwd_bucket(4, 16, 4096, 4096, COSTS) == "4k"
+    assert fwd_bucket(1, 128, 128, 16384, COSTS) == "long"
+    assert fwd_bucket(1, 128, 128, 16384, costs_of(sms=2 * SMS)) == "split"
 
 
 @pytest.mark.parametrize(
@@ -87,15 +89,15 @@ def test_fwd_bucket_follows_from_the_shape():
     ],
 )
 def test_few_tiles_are_shared_where_it_saves_time(sizes, bucket):
-    assert tuple(fwd_bucket(*sizes, SMS, Sharing(128, 128, causal)) for causal in (False, True)) == bucket
-    assert fwd_bucket(*sizes, SMS) != "few"
+    assert tuple(fwd_bucket(*sizes, COSTS, Sharing(128, 128, causal)) for causal in (False, True)) == bucket
+    assert fwd_bucket(*sizes, COSTS) != "few"
 
 
 def test_few_tiles_of_other_sm_counts_are_shared():
     """128 tiles of nearly equal length are a wave of 132 SMs, and more than one of 114."""
     for shares in (Sharing(128, 128, False), Sharing(128, 128, True)):
-        assert fwd_bucket(1, 8, 2048, 32768, 132, shares) == "long"
-        assert fwd_bucket(1, 8, 2048, 32768, 114, shares) == "few"
+        assert fwd_bucket(1, 8, 2048, 32768, COSTS, shares) == "long"
+        assert fwd_bucket(1, 8, 2048, 32768, costs_of(sms=114), shares) == "few"
 
 
 def test_tiles_are_shared_without_options():
@@ -130,7 +132,7 @@ def test_packed_splits_follow_from_upper_bounds_of_lengths(batch, total_q, total
     starts = torch.zeros(batch + 1, dtype=torch.int32, device="meta")  # never read
     bounds = {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}
     options = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | changes)
-    assert packed_splits(options, total_q, total_k, heads, SMS) == splits
+    assert packed_splits(options, total_q, total_k, heads, COSTS) == splits
 
 
 def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
@@ -144,7 +146,7 @@ def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
     problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
     found = launch.fwd.FwdKernels(*kernels, kernel("combine"), problem, kernel("table"), None)
     unused = launch.common.UnusedArguments(*[torch.zeros(1)] * 5)
-    fakes = {"sm_count": SMS, "_find_kernels": found, "stream_tickets": torch.zeros(2)}
+    fakes = {"device_costs": COSTS, "_find_kernels": found, "stream_tickets": torch.zeros(2)}
     for name, value in fakes.items():
         monkeypatch.setattr(launch.fwd, name, lambda *arguments, value=value: value)
     monkeypatch.setattr(launch.fwd, "_kernels", {})

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tl_attention.config import configs, legality
+from tl_attention.config.buckets import buckets, option_buckets
 from tl_attention.config.kernel_configs import (
     PAGE_ROWS,
     Config,
@@ -27,10 +28,8 @@ from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     JVP,
     AttnProblem,
-    buckets,
     decode_problem,
     dtypes,
-    option_buckets,
     tile_widths,
 )
 from tl_attention.problem.program import Program

@@ -1,4 +1,4 @@
-"""The only reader of configs/: the grid (defaults, option lines, search), tuned tables, named shapes.
+"""The only reader of configs/: the grid (defaults, option lines, search), tuned tables, costs of launches, named shapes.
 
 Tuned tables are read from two places: the user's own under cache_dir(), then the shipped one in configs/tuned.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from tl_attention.config import gpus, legality
 from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, FwdConfig
 from tl_attention.config.part_configs import PART_STAGES
-from tl_attention.config.program_configs import program_lines
+from tl_attention.config.program_configs import features, traits
 from tl_attention.problem.attn_problem import (
     BUCKETS,
     DIRECTIONS,
@@ -26,10 +26,7 @@ from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     OPTIONS,
     PART_OPTIONS,
-    SHARED_BUCKET,
-    SHARED_BUCKETS,
     SPLIT_BUCKET,
-    STAND_INS,
     AttnProblem,
     tuning_key,
 )
@@ -40,6 +37,8 @@ PACKAGE = Path(__file__).parents[1]
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
 # Fields that an entry of `tiles` in a search line sets, in order; an entry may have only the first of them
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
+SHARED_HEADS = "shared"  # in the name of a bucket: more query heads than key heads
+LINE_WORDS = ("needs", "serves", "buckets", "dtypes")  # of a line, beside the fields of its config
 DECODE_ROWS = (64, 65)  # numbers of rows that select the first and the second decode config of a width
 
 
@@ -143,6 +142,25 @@ def _grid() -> dict[str, Any]:
     return _toml("grid.toml")
 
 
+def bucket_lines(direction: str) -> list[dict[str, Any]]:
+    """[buckets] of the grid for a direction, see buckets.Bucket."""
+    return _grid()["buckets"][direction]
+
+
+def _stand_ins(bucket: str, direction: str) -> Sequence[str]:
+    """Buckets whose rows serve where a bucket has none, in this order: the nearest lengths, or those that its line names."""
+    if bucket in BUCKETS:
+        others = (length for length in BUCKETS if length != bucket)
+        return sorted(others, key=lambda length: abs(BUCKETS.index(length) - BUCKETS.index(bucket)))
+    line = next(line for line in bucket_lines(direction) if line["name"] == bucket)
+    return line.get("rows", BUCKETS)
+
+
+def cost_tables() -> dict[str, Any]:
+    """GPU (by its name in torch) -> its costs of launches, see costs.py."""
+    return _toml("costs.toml")
+
+
 def _section(direction: str) -> str:
     """The section of the grid for a direction; bwd and bwd_det share one."""
     return "fwd" if direction == "fwd" else "bwd"
@@ -237,13 +255,22 @@ def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
 
 @dataclass(frozen=True)
 class OptionLine:
-    """A line of [options] in the grid. It serves problems of its buckets and dtypes, None for all, whose options are all in `serves`."""
+    """A line of [options] in the grid. It serves problems of its buckets and dtypes, None for all, whose options are all in `serves`.
+
+    A line of [programs] serves one program, and names it there.
+    """
 
     name: str  # line 2 of [options.d64] fwd
     serves: tuple[str, ...]
     fields: dict[str, Any]
     buckets: Sequence[str] | None = None
     dtypes: Sequence[str] | None = None
+
+    @classmethod
+    def of(cls, name: str, serves: tuple[str, ...], line: dict[str, Any]) -> OptionLine:
+        """The line with these words in the grid."""
+        fields = {word: value for word, value in line.items() if word not in LINE_WORDS}
+        return cls(name, serves, fields, line.get("buckets"), line.get("dtypes"))
 
     def miss(self, problem: AttnProblem, direction: str, bucket: str) -> str | None:
         """The reason why the line does not serve a problem; None if it does."""
@@ -272,14 +299,25 @@ def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
     section = _section(direction)
     known = [option for option in OPTIONS if section == "fwd" or option != "sink"]
     return [
-        OptionLine(
+        OptionLine.of(
             f"line {number} of [options.{tile_class}] {section}",
             tuple(option for option in known if option in line.get("serves", known)),
-            {name: value for name, value in line.items() if name not in ("serves", "buckets", "dtypes")},
-            line.get("buckets"),
-            line.get("dtypes"),
+            line,
         )
         for number, line in enumerate(_grid()["options"][tile_class][section], 1)
+    ]
+
+
+def program_lines(problem: AttnProblem, direction: str) -> list[OptionLine]:
+    """The [programs] lines of the width of a problem that fit its program, in the order they are tried."""
+    section, has = _section(direction), traits(problem)
+    asked = features(problem) if section == "bwd" else frozenset()
+    return [
+        OptionLine.of(
+            f"line {number} of [programs.{problem.tile_class}] {section}", (str(problem.program),), line
+        )
+        for number, line in enumerate(_grid()["programs"][problem.tile_class].get(section, ()), 1)
+        if line.get("needs") in (None, *has) and asked <= {*line.get("serves", ())}
     ]
 
 
@@ -291,12 +329,12 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
-    bucket = next((length for length, shared in SHARED_BUCKETS.items() if shared == bucket), bucket)
+    bucket = bucket.removesuffix(f"-{SHARED_HEADS}")
     for line in _class_table(problem, direction)["search"]:
         configs = _line_configs(problem, line, direction)
         if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:
             found += [bucket_config(problem, config, bucket) for config in configs]
-        elif bucket in line.get("buckets", (*BUCKETS, SHARED_BUCKET)):
+        elif bucket in line.get("buckets", (*BUCKETS, SHARED_HEADS)):
             found += configs
     return [config for config in dict.fromkeys(found) if legality.fault(problem, config, direction) is None]
 
@@ -372,8 +410,10 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
-    misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
-    for line in [OptionLine(**x) for x in programs or ()] or option_lines(problem.tile_class, direction):
+    misses = []
+    of_options = problem.program is None
+    lines = option_lines(problem.tile_class, direction) if of_options else program_lines(problem, direction)
+    for line in lines:
         if miss := line.miss(problem, direction, bucket):
             misses.append(miss)
             continue
@@ -382,7 +422,8 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
             config = bucket_config(problem, config, bucket)
         source = f"{line.name} of {data_dir() / 'grid.toml'}, for {' '.join(line.serves)}"
         return Choice(config, source, tuple(misses))
-    raise AssertionError(f"no [options.{problem.tile_class}] line serves {problem}")
+    table = "options" if of_options else "programs"
+    raise AssertionError(f"no [{table}.{problem.tile_class}] line serves {problem}")
 
 
 def choose_from_tables(
@@ -395,7 +436,7 @@ def choose_from_tables(
     missing.
     """
     misses = []
-    stand_ins = () if bucket in _class_table(problem, direction) else STAND_INS[bucket]
+    stand_ins = () if bucket in _class_table(problem, direction) else _stand_ins(bucket, direction)
     for near, path, section in itertools.product((bucket, *stand_ins), tuple(paths), SECTIONS[direction]):
         rows = read_tuned(path)[section]
         own, *others = (

@@ -25,6 +25,7 @@ from tl_attention.launch.common import (
     PackedTiles,
     PlanCache,
     dense,
+    device_costs,
     empty,
     has_no_sequences,
     option_arguments,
@@ -36,7 +37,6 @@ from tl_attention.launch.traced import Gradients, backward_call, traced_argument
 from tl_attention.problem.attn_problem import TABLE_ROWS
 from tl_attention.problem.options import Options, as_stored
 from tl_attention.problem.program import Call
-from tl_attention.problem.target import sm_count
 
 plan_cache = PlanCache()
 
@@ -77,7 +77,8 @@ class BwdPlan:
         self.device = q.device.index
         self.grads = [dense(x.shape, torch.float32 if partial else x.dtype) for x in (q, k, v)]
         plain_causal = causal and options is None and traced is None
-        self.seen = seen_queries(q, k, heads_first) if plain_causal else None
+        costs = device_costs(self.device)
+        self.seen = seen_queries(q, k, heads_first, costs) if plain_causal else None
         if self.seen:
             q, dout, out, dq = self.seen.rows(q, dout, out, dq)
         tensors = q, k, v, dout, out, dq, dk, dv
@@ -101,7 +102,7 @@ class BwdPlan:
             results = [(1, shape[0], math.prod(shape[1:]) * dtype.itemsize) for shape, _, dtype in self.grads]
             sizes = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
             # Nothing is cleared beside a dq that is part of a larger tensor, which only a distributed call may pass
-            clearing_ctas = sm_count(self.device) if dq.is_contiguous() else 0
+            clearing_ctas = costs.sms if dq.is_contiguous() else 0
             self.tiles = PackedTiles(kernels.tile_table, *sizes, by_sequence)
             self.tiles.clear_behind(results, clearing_ctas)
             of_sequences = {
@@ -110,7 +111,7 @@ class BwdPlan:
                 "longest_rows": options.longest_rounded,
             }
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        gpu = kernels.problem.element_bytes, sm_count(self.device), self.device
+        gpu = kernels.problem.element_bytes, costs, self.device
         lengths, width = (seqlen_q, seqlen_k), head_dim + head_dim_v
         sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, **of_sequences)
         self.rows = dense((batch, heads, sizes.rounded_q))

@@ -9,6 +9,7 @@ import torch
 
 from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.compilation.store import Kernel
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.kernel_configs import (
     BwdConfig,
     BwdDelta,
@@ -21,7 +22,7 @@ from tl_attention.config.kernel_configs import (
 )
 from tl_attention.launch.common import build_ahead, compile_config, dtype_name, find_config
 from tl_attention.launch.traced import backward_call
-from tl_attention.problem.attn_problem import AttnProblem, bwd_bucket
+from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.options import Options
 from tl_attention.problem.program import Call
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from tl_attention.compilation.store import Kernel
+from tl_attention.config.costs import Costs
 from tl_attention.config.kernel_configs import BwdConfig, BwdPass
 from tl_attention.config.part_configs import stores_key_parts
-from tl_attention.config.round_configs import ring_tiles, slots_of
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.bwd_kernels import BwdKernels, goes_by_sequence
 from tl_attention.launch.common import (
-    L2_SHARE,
     MAX_GRID,
     TABLE_NUMBERS,
     Argument,
@@ -26,27 +25,14 @@ from tl_attention.launch.common import (
     tile_counts,
 )
 from tl_attention.launch.parts import AttentionTiles
+from tl_attention.launch.rounding import ring_tiles, slots_of
 from tl_attention.launch.seen import unseen_queries
-from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 from tl_attention.problem.options import UNLIMITED, Options, canonical_window, rounded_length
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
-# Most CTAs that share a key tile of a split pass. Cost in queries of the launches that zero and add up the results
-# of several CTAs: 8 us (8 heads of 1024 x 1024, d128, H200, 2026-11-23)
-QUERY_SHARES, SUM_QUERIES = 16, 224
-# Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
-# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, docs/notes/2026-11-22-shared-key-heads.md)
-TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
-# Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
-# share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, same note)
-DRIFT, NEAR_BYTES = 0.2, 66 << 20
-# Head groups of passes whose CTAs compute several key tiles (docs/notes/2026-11-26-backward-head-groups.md). Groups of heads with at
-# most SHORT_BLOCKS tiles have SHORT_SHARE bytes of query rows, and SHORT_TILES tiles per SM. Groups of packed sequences whose rows of a key
-# head exceed L2_SHARE have PACKED_TILES tiles per SM
-SHORT_BLOCKS, SHORT_SHARE, SHORT_TILES, PACKED_TILES = 8, 12 << 20, 0.75, 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,14 +41,14 @@ def key_parts(
     heads_per_kv: int,
     queries: int,
     on_diagonal: float,
-    sms: int,
-    sum_queries: int = 0,
+    costs: Costs,
+    sum_queries: float = 0,
     head_bytes: int = 0,
 ) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
-    Of the possible numbers the smallest whose time is within TIME_SLACK of the shortest. The work is exact but for the rounding of key
-    blocks. The time is an estimate: the longest tiles run first, in waves of one per SM; behind them shorter ones fill the SMs.
+    The fewest parts that take nearly the shortest time, see Costs.fewest(). The work is exact but for the rounding of key blocks. The
+    time is an estimate: the longest tiles run first, in waves of one per SM; behind them shorter ones fill the SMs.
 
     Args:
         tiles: key blocks of all key heads.
@@ -72,6 +58,8 @@ def key_parts(
         sum_queries: cost of the launches that several parts need, in queries of one head.
         head_bytes: query rows of one head that CTAs read at once, see bytes_at_once().
     """
+
+    sms, backward = costs.sms, costs.backward
 
     def waves(count: int) -> float:
         """Lower bound of the time of `count` tiles, in units of the longest.
@@ -85,15 +73,15 @@ def key_parts(
 
     def time(heads_per_part: int) -> float:
         parts = -(-heads_per_kv // heads_per_part)
-        longest = heads_per_part * queries + TILE_QUERIES
-        drift = 1 + on_diagonal * DRIFT * (1 - NEAR_BYTES / max(heads_per_part * head_bytes, NEAR_BYTES))
-        mean = tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + parts * TILE_QUERIES)
-        time = max(waves(tiles * parts) * longest, mean + on_diagonal * TAIL * longest)
-        return time + (parts > 1) * (sum_queries + parts * PART_QUERIES * tiles / sms)
+        longest = heads_per_part * queries + backward.tile
+        drift = 1 + on_diagonal * backward.drift * (
+            1 - backward.near_bytes / max(heads_per_part * head_bytes, backward.near_bytes)
+        )
+        mean = tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + parts * backward.tile)
+        time = max(waves(tiles * parts) * longest, mean + on_diagonal * backward.tail * longest)
+        return time + (parts > 1) * (sum_queries + parts * backward.partial * tiles / sms)
 
-    times = {heads_per_part: time(heads_per_part) for heads_per_part in range(heads_per_kv, 0, -1)}
-    limit = TIME_SLACK * min(times.values())
-    heads_per_part = next(number for number, needed in times.items() if needed <= limit)
+    heads_per_part = costs.fewest({number: time(number) for number in range(heads_per_kv, 0, -1)})
     return -(-heads_per_kv // heads_per_part), heads_per_part
 
 
@@ -110,19 +98,19 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
     return longest, min(seqlen_q / max(seqlen_k, 1), 1)
 
 
-def bytes_at_once(bwd_pass: BwdPass, queries: int, sms: int, row_bytes: int) -> int:
+def bytes_at_once(bwd_pass: BwdPass, queries: int, costs: Costs, row_bytes: int) -> int:
     """Bytes of query rows that the CTAs of all SMs read at once, per head of a CTA.
 
-    At most half of NEAR_BYTES, so that parts have two heads: with one the fp32 parts of dk and dv would take more memory than q and dout.
+    At most half of near_bytes, so that parts have two heads: with one the fp32 parts of dk and dv would take more memory than q and dout.
 
     A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
     heads. Where a head has more, the next key tiles start behind, and CTAs may be anywhere in it. A pass that does not add to dq loses time
     in such heads alone (docs/notes/2026-11-22-shared-key-heads.md).
     """
-    spread = sms * bwd_pass.block_N
+    spread = costs.sms * bwd_pass.block_N
     if not bwd_pass.adds_dq:
         spread = queries if queries > spread else 0
-    return min(row_bytes * spread, NEAR_BYTES // 2)
+    return min(row_bytes * spread, costs.backward.near_bytes // 2)
 
 
 def pass_parts(
@@ -131,29 +119,30 @@ def pass_parts(
     heads_per_kv: int,
     queries: int,
     on_diagonal: float,
-    sms: int,
+    costs: Costs,
     row_bytes: int = 0,
     shares_last: bool = True,
 ) -> tuple[int, int, int]:
     """(parts, heads_per_part, whole) of a pass: key_parts(); whole: with the schedule split the tiles with one CTA each, else 0.
 
-    With the schedule `split`, at most QUERY_SHARES CTAs share a tile, by its queries in place of its heads: under a causal mask all tiles
+    With the schedule `split`, at most most_parts CTAs share a tile, by its queries in place of its heads: under a causal mask all tiles
     or none, else the last ones.
 
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
         shares_last: tiles may be shared where there is at least one per SM. Not with a window or listed blocks: the launches that zero and
-            add up the parts take longer than they save (docs/notes/2026-11-26-windows.md).
+            add up the parts take longer than they save (docs/notes/2026-11-26-windows.md); nor in a causal pass with one_tile.
     """
-    head_bytes = bytes_at_once(bwd_pass, queries, sms, row_bytes)
+    head_bytes = bytes_at_once(bwd_pass, queries, costs, row_bytes)
     if not bwd_pass.is_split:
-        return *key_parts(tiles, heads_per_kv, queries, on_diagonal, sms, head_bytes=head_bytes), 0
-    if not shares_last and tiles >= sms:
+        return *key_parts(tiles, heads_per_kv, queries, on_diagonal, costs, head_bytes=head_bytes), 0
+    if not shares_last and tiles >= costs.sms:
         return 1, heads_per_kv, tiles
     if not on_diagonal:
-        return shared_last_tiles(tiles, heads_per_kv, queries, sms)
-    share, share_bytes = (-(-heads_per_kv * n // QUERY_SHARES) for n in (queries, head_bytes))
-    parts, _ = key_parts(tiles, QUERY_SHARES, share, on_diagonal, sms, SUM_QUERIES, share_bytes)
+        return shared_last_tiles(tiles, heads_per_kv, queries, costs)
+    most = costs.backward.most_parts
+    share, share_bytes = (-(-heads_per_kv * n // most) for n in (queries, head_bytes))
+    parts, _ = key_parts(tiles, most, share, on_diagonal, costs, costs.backward.launch, share_bytes)
     return parts, heads_per_kv, 0 if parts > 1 else tiles
 
 
@@ -163,23 +152,23 @@ def row_bytes_of(bwd_pass: BwdPass, problem: AttnProblem, width: int, element_by
 
 
 @functools.lru_cache(maxsize=4096)
-def shared_last_tiles(tiles: int, heads_per_kv: int, queries: int, sms: int) -> tuple[int, int, int]:
+def shared_last_tiles(tiles: int, heads_per_kv: int, queries: int, costs: Costs) -> tuple[int, int, int]:
     """pass_parts() of tiles with equally many queries. CTAs share those that are left when every SM has computed equally many.
 
-    4096 tiles on 132 SMs are 31 per SM and four more, for which 128 SMs would wait a 32nd of the time. Of the possible numbers of parts the
-    smallest whose time is within TIME_SLACK of the shortest.
+    4096 tiles on 132 SMs are 31 per SM and four more, for which 128 SMs would wait a 32nd of the time. The fewest parts that take nearly
+    the shortest time, see Costs.fewest().
     """
+    sms, backward = costs.sms, costs.backward
     whole = tiles // sms * sms
     per_tile = heads_per_kv * queries
 
     def time(parts: int) -> float:
         rounds = -(-(tiles - whole) * parts // sms)
-        return rounds * (per_tile / parts + TILE_QUERIES) + (parts > 1) * (
-            SUM_QUERIES + rounds * PART_QUERIES
+        return rounds * (per_tile / parts + backward.tile) + (parts > 1) * (
+            backward.launch + rounds * backward.partial
         )
 
-    times = [time(parts) for parts in range(1, QUERY_SHARES + 1)]
-    parts = next(parts for parts, needed in enumerate(times, 1) if needed <= TIME_SLACK * min(times))
+    parts = costs.fewest({parts: time(parts) for parts in range(1, backward.most_parts + 1)})
     return parts, heads_per_kv, whole if parts > 1 else tiles
 
 
@@ -194,7 +183,7 @@ class BwdSizes:
     seqlen_k: int
     width: int  # head_dim + head_dim_v
     element_bytes: int
-    sms: int
+    costs: Costs
     device: int
     queries: int  # largest number of one head that see keys of a tile; for packed sequences the mean
     tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
@@ -240,7 +229,7 @@ def key_head_group(
     q_bytes: int,
     blocks: int,
     long_tiles: int | None,
-    sms: int,
+    costs: Costs,
 ) -> int:
     """head_group() of a pass by keys, in key heads.
 
@@ -250,13 +239,13 @@ def key_head_group(
         blocks: key tiles per head.
         long_tiles: see BwdSizes.long_tiles().
     """
-    key_bytes = q_bytes * heads_per_kv
-    if bwd_pass.is_dynamic and long_tiles is None and blocks <= SHORT_BLOCKS:
-        return head_group(heads, 1, key_bytes, blocks, sms, SHORT_SHARE, SHORT_TILES)
-    if bwd_pass.is_dynamic and long_tiles is not None and key_bytes > L2_SHARE:
-        return head_group(heads, 1, key_bytes, long_tiles, sms, tiles_per_sm=PACKED_TILES)
+    key_bytes, groups = q_bytes * heads_per_kv, costs.groups
+    if bwd_pass.is_dynamic and long_tiles is None and blocks <= groups.short_tiles:
+        return head_group(heads, 1, key_bytes, blocks, groups.short_bytes, groups.short_fill * costs.sms)
+    if bwd_pass.is_dynamic and long_tiles is not None and key_bytes > groups.bytes:
+        return head_group(heads, 1, key_bytes, long_tiles, groups.bytes, groups.packed_fill * costs.sms)
     # Bytes of one query head: the CTAs of a key head go through its query heads side by side
-    return head_group(heads, 1, q_bytes, long_tiles or blocks, sms)
+    return head_group(heads, 1, q_bytes, long_tiles or blocks, groups.bytes, groups.tiles * costs.sms)
 
 
 def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> int:
@@ -281,8 +270,10 @@ class KeyBuffers:
         elif problem.causal:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
-        by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms, self.row_bytes
-        shares_last = not (problem.has("window") or problem.is_listed)
+        by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.costs, self.row_bytes
+        # A causal pass shares all tiles or none, see tiles.SplitGradTiles
+        all_or_none = problem.causal and config.one_tile
+        shares_last = not (problem.has("window") or problem.is_listed or all_or_none)
         self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
         key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
         self.parts, self.heads_per_part, self.whole = pass_parts(config, key_tiles, *by_queries, shares_last)
@@ -323,18 +314,18 @@ class KeyBuffers:
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.parts
         self.tiles = n_blocks * heads
-        ctas = min(self.tiles, sizes.sms if config.is_dynamic else MAX_GRID)
-        tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.sms
+        ctas = min(self.tiles, sizes.costs.sms if config.is_dynamic else MAX_GRID)
+        tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.costs
         q_bytes = sizes.seqlen_q * self.row_bytes
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
         if config.is_split:
             group_heads = -(-group_heads // self.parts)  # whole heads
         if self.by_sequence:
             longest = -(-(sizes.longest_rows or max(sizes.seqlen_q, sizes.seqlen_k)) // TABLE_ROWS)
-            self.slots = ring_tiles(n_blocks * sizes.heads_kv, longest, sizes.sms)
+            self.slots = ring_tiles(n_blocks * sizes.heads_kv, longest, sizes.costs)
         elif self.rounds:
             units = sizes.batch * sizes.heads_kv
-            group_heads, self.slots = slots_of(units, n_blocks, sizes.sms, problem.causal)
+            group_heads, self.slots = slots_of(units, n_blocks, sizes.costs, problem.causal)
         self.counts = n_blocks, group_heads, ctas
 
 
@@ -346,11 +337,11 @@ def bwd_workspace_bytes(
     seqlen_k: int,
     problem: AttnProblem,
     config: BwdConfig,
-    sms: int,
+    costs: Costs,
     window_size: tuple[int | None, int | None] = (UNLIMITED, UNLIMITED),
     longest: int = 0,
 ) -> int:
-    """Bytes that a backward of plain tensors allocates beside its gradients, on a GPU with `sms` SMs, all passes together.
+    """Bytes that a backward of plain tensors allocates beside its gradients, all passes together, on a GPU with these costs.
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
     share the query heads of a key head or a key tile, for `partial`, and in fp32 with packed sequences; with these also tables of their
@@ -373,7 +364,7 @@ def bwd_workspace_bytes(
         raise ValueError(f"window_size: expected {wanted} window, got {window_size}")
     packed = problem.has("varlen")
     if problem.causal and not problem.is_fp32 and not problem.served_as.options and problem.program is None:
-        seqlen_q -= unseen_queries(min(batch, MAX_BATCH), heads, seqlen_q, seqlen_k)
+        seqlen_q -= unseen_queries(min(batch, MAX_BATCH), heads, seqlen_q, seqlen_k, costs)
     batch = batch if packed else min(batch, MAX_BATCH)  # larger ones are launched in chunks
     if not (batch and heads and seqlen_q and seqlen_k):
         return 0
@@ -382,7 +373,7 @@ def bwd_workspace_bytes(
     queries = queries_of_tile(seqlen_q, batch if packed else 1, Options(window=window))
     counts = 1 if packed else batch, heads, heads_kv, seqlen_q, seqlen_k
     row = problem.head_dim + problem.head_dim_v, problem.element_bytes
-    sizes = BwdSizes(*counts, *row, sms, 0, queries, tiles, longest_rows=rounded_length(longest))
+    sizes = BwdSizes(*counts, *row, costs, 0, queries, tiles, longest_rows=rounded_length(longest))
     numbers = 2 * sizes.batch * heads * sizes.rounded_q
     for bwd_pass in config.passes:
         if bwd_pass.grads != "dq":
@@ -407,7 +398,7 @@ class QueryPass:
         batch, heads, heads_per_kv = sizes.batch, sizes.heads, sizes.heads_per_kv
         kv_bytes = sizes.element_bytes * sizes.seqlen_k * sizes.width
         queries = sizes.rounded_q if sizes.tiles else sizes.seqlen_q
-        counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, sizes.sms)
+        counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, sizes.costs)
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
 
@@ -449,7 +440,7 @@ class KeyPass:
             self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
-        tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.sms, sizes.heads_per_kv)
+        tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.costs, sizes.heads_per_kv)
         self.attention_tiles = tiles if config.makes_parts else None
         self.stores_key_parts = stores_key_parts(problem, config.makes)
 

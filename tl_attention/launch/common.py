@@ -19,21 +19,17 @@ from tl_attention.compilation import building
 from tl_attention.compilation.building import compile_kernels
 from tl_attention.compilation.store import Kernel
 from tl_attention.config import configs, legality
+from tl_attention.config.costs import Costs, costs_of
 from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.launch.arrays import RowWords
 from tl_attention.problem.attn_problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, tuning_key
 from tl_attention.problem.options import MAX_WINDOW, Options
-from tl_attention.problem.target import DTYPE_NAMES
+from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
 MAX_GRID = 2**31 - 1  # CTAs per launch
-L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
-GROUP_TILES = 1.5  # least tiles per SM in one head group
-# A forward sizes head groups as if each head had at least this many keys. In larger groups the few tiles of a short head run so far
-# apart that its keys have left the L2 (docs/notes/2026-11-21-forward-schedules.md)
-GROUP_KEYS = 2048
 TABLE_NUMBERS = 8  # int32 per row of a tile table
 MAX_PLANS = 2048  # per thread and direction, and as many known calls: the number of lengths has no bound
 
@@ -91,6 +87,12 @@ def has_no_sequences(options: Options | None) -> bool:
     return options is not None and options.varlen and options.cu_seqlens_q.shape[0] == 1
 
 
+@functools.cache
+def device_costs(device: int) -> Costs:
+    """Costs of launches on a GPU, by its index."""
+    return costs_of(torch.cuda.get_device_name(device), sm_count(device))
+
+
 def tile_counts(
     batch: int,
     heads: int,
@@ -98,44 +100,39 @@ def tile_counts(
     shared_bytes: int,
     rows: int,
     block: int,
-    sms: int,
+    costs: Costs,
     max_ctas: int = MAX_GRID,
+    fills_sms: bool = True,
 ) -> tuple[int, int, int]:
     """(blocks, group_heads, ctas): the launch arguments of kernels/seams/scheduler.py.
 
     Args:
         heads_sharing: number of heads that read the same data, of shared_bytes bytes.
         rows: queries or keys per head, divided into blocks of `block`.
-        sms: SM count; 0: head groups are sized for the L2 alone.
+        fills_sms: a head group has tiles for all SMs; else it is sized for the L2 alone.
     """
-    blocks = -(-rows // block)
-    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, sms)
+    blocks, groups = -(-rows // block), costs.groups
+    least_tiles = groups.tiles * costs.sms if fills_sms else 0
+    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, groups.bytes, least_tiles)
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
 
 
 def head_group(
-    heads: int,
-    heads_sharing: int,
-    shared_bytes: int,
-    blocks: int,
-    sms: int,
-    share: int | None = None,
-    tiles_per_sm: float = GROUP_TILES,
+    heads: int, heads_sharing: int, shared_bytes: int, blocks: int, l2_bytes: int, least_tiles: float
 ) -> int:
     """Heads per group of scheduler.TileOrder, where the longest tiles of a group come first.
 
-    The least group fills `share` bytes of the L2 with shared data, and has tiles_per_sm tiles per SM: in a smaller one long tiles would
-    start when other SMs are out of work. From there up to twice the size, the number that leaves the last group fullest is taken.
+    The least group fills l2_bytes of the L2 with shared data, and has least_tiles tiles: in a smaller one long tiles would start when
+    other SMs are out of work. From there up to twice the size, the number that leaves the last group fullest is taken.
 
     Args:
         heads: query heads of all batch entries.
-        heads_sharing, shared_bytes, sms: as in tile_counts.
+        heads_sharing, shared_bytes: as in tile_counts.
         blocks: tiles per head.
-        share: None: L2_SHARE.
     """
     parties = heads // heads_sharing
-    filling = math.ceil(tiles_per_sm * sms / (blocks * heads_sharing))
-    least = min(max((share or L2_SHARE) // shared_bytes, filling, 1), parties)
+    filling = math.ceil(least_tiles / (blocks * heads_sharing))
+    least = min(max(l2_bytes // shared_bytes, filling, 1), parties)
     sizes = range(least, min(2 * least, parties) + 1)
     return heads_sharing * min(sizes, key=lambda size: -parties % size)
 

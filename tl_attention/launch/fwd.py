@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.compilation.store import Kernel
+from tl_attention.config.buckets import window_bucket
+from tl_attention.config.costs import Costs
 from tl_attention.config.kernel_configs import (
     FirstPartsConfig,
     FwdCombine,
@@ -20,13 +22,13 @@ from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, PageViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_kernels import build_backward_ahead
 from tl_attention.launch.common import (
-    GROUP_KEYS,
     LN2,
     MAX_GRID,
     PackedTiles,
     PlanCache,
     compile_config,
     dense,
+    device_costs,
     dtype_name,
     empty,
     find_config,
@@ -45,7 +47,6 @@ from tl_attention.problem.attn_problem import (
     TABLE_ROWS,
     AttnProblem,
     length_bucket,
-    window_bucket,
 )
 from tl_attention.problem.options import Options, as_stored
 from tl_attention.problem.program import Call
@@ -109,7 +110,7 @@ class FwdSizes(NamedTuple):
 def _splits_and_bucket(
     sizes: FwdSizes,
     options: Options | None,
-    sms: int,
+    costs: Costs,
     added: bool,
     shares: splits.Sharing | None = None,
 ) -> tuple[int, str]:
@@ -122,13 +123,13 @@ def _splits_and_bucket(
     packed = options is not None and options.varlen
     num_splits = 0 if options is None else options.num_splits
     if packed:
-        num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sms)
+        num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, costs)
     if added or num_splits == 1:
         bucket = length_bucket(options.max_seqlen_k if packed else sizes.seqlen_k)
     elif num_splits:
         bucket = SPLIT_BUCKET
     else:
-        bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms, shares)
+        bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, costs, shares)
     if options is not None and not (added or packed):
         bucket = window_bucket(bucket, options.names, options.window_keys)
     return num_splits, bucket
@@ -183,7 +184,8 @@ class FwdPlan:
         self.heads = sizes.heads
 
         dtype = dtype_name(q.dtype, options)
-        self.sms = sm_count(self.device)
+        self.costs = device_costs(self.device)
+        self.sms = self.costs.sms
         names = () if options is None else options.names
         if added:
             names = *names, "added"
@@ -192,7 +194,7 @@ class FwdPlan:
         if not names and traced is None:
             plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
             shares = splits.sharing(plain, torch.cuda.get_device_name(self.device))
-        num_splits, bucket = _splits_and_bucket(sizes, options, self.sms, added, shares)
+        num_splits, bucket = _splits_and_bucket(sizes, options, self.costs, added, shares)
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
@@ -237,7 +239,7 @@ class FwdPlan:
             self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         else:  # out is fp32 and leaves from registers, so without the view of packed sequences
             _, m_blocks, group_heads, ctas = self.arguments
-            tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.sms
+            tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.costs
             attention = AttentionTiles(*tiles) if found.config.makes_parts else None
             self.split = parts_launch(found.parts, found.problem, heads_first, attention, k, v)
             self.views = ArgumentViews(heads_first, halves(q), packed=self.packed)
@@ -253,21 +255,21 @@ class FwdPlan:
             num_splits: CTAs that share the keys of a tile; 0: chosen by key_splits, where there are splits.
         """
         batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = sizes
-        config, problem, sms = found.config, found.problem, self.sms
-        rows, keys = seqlen_q, max(seqlen_k, GROUP_KEYS)
+        config, problem, costs = found.config, found.problem, self.costs
+        least_keys = costs.groups.least_keys
+        rows, keys = seqlen_q, max(seqlen_k, least_keys)
         if self.packed:
             rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
             keys = min(keys, options.window_keys + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
-        group_sms = 0 if self.combine or seqlen_k < GROUP_KEYS else sms
-        m_blocks, group_heads, ctas = tile_counts(
-            batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M, group_sms, found.max_ctas
-        )
+        sizes_of_heads = batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M
+        fills_sms = not self.combine and seqlen_k >= least_keys
+        m_blocks, group_heads, ctas = tile_counts(*sizes_of_heads, costs, found.max_ctas, fills_sms)
         if self.combine:
             num_splits = min(num_splits, MAX_SPLITS)
             if not num_splits:
-                num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), sms)
+                num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), costs)
             ctas *= num_splits
             shape = num_splits, *sizes.rows
             # Partial outputs and log-sum-exps, fp32
@@ -276,7 +278,7 @@ class FwdPlan:
         if self.shares:
             shares = splits.Sharing(*self.block, problem.causal)
             ctas, self.share_arguments = splits.share_arguments(
-                shares, heads * batch, seqlen_q, seqlen_k, sms, num_splits
+                shares, heads * batch, seqlen_q, seqlen_k, costs, num_splits
             )
             sharers = self.share_arguments[1]
             self.pieces = fragment_blocks(max(sharers, 1) * config.block_M // 16, problem.head_dim_v + 8)
@@ -377,7 +379,7 @@ def _key(
     if not options.varlen:
         return *key, *options.key
     sizes = q.shape[0], key_rows(k, options, block_table), q.shape[1]
-    return *key, *options.key, splits.packed_splits(options, *sizes, sm_count(q.device.index))
+    return *key, *options.key, splits.packed_splits(options, *sizes, device_costs(q.device.index))
 
 
 def fwd_plan(

@@ -11,9 +11,9 @@ from tl_attention.compilation.store import Kernel
 from tl_attention.config import legality
 from tl_attention.config.kernel_configs import JVP_CONFIGS, JvpConfig
 from tl_attention.launch.arrays import cut_columns, has_odd_columns, pad_columns, tma_ready
-from tl_attention.launch.common import LN2, compile_needed, dense, empty, tile_counts
+from tl_attention.launch.common import LN2, compile_needed, dense, device_costs, empty, tile_counts
 from tl_attention.problem.attn_problem import JVP, AttnProblem
-from tl_attention.problem.target import DTYPE_NAMES, sm_count
+from tl_attention.problem.target import DTYPE_NAMES
 
 _kernels: dict[AttnProblem, Kernel] = {}
 
@@ -78,7 +78,7 @@ def forward_jvp(
     kernel, config = _find_kernel(problem, config)
     kv_bytes = 2 * q.element_size() * seqlen_k * (head_dim + head_dim_v)  # read by the tiles of one head
     counts = tile_counts(
-        batch, heads, heads // heads_kv, kv_bytes, seqlen_q, config.block_M, sm_count(q.device.index)
+        batch, heads, heads // heads_kv, kv_bytes, seqlen_q, config.block_M, device_costs(q.device.index)
     )
     m_blocks, group_heads, ctas = counts
     inputs = [tma_ready(x) for x in (q, k, v, *tangents)]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tl_attention.compilation.store import Kernel
+from tl_attention.config.costs import Costs
 from tl_attention.config.part_configs import FirstPartsConfig, part_items
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.common import FP32_NAMES, dense, empty
@@ -67,10 +68,6 @@ class PartsLaunch:
         return parts, ()
 
 
-# Tiles per SM whose parts are made before the attention kernel
-FIRST_TILES = 1.0
-
-
 class AttentionTiles(NamedTuple):
     """Tiles of an attention kernel that makes parts.
 
@@ -83,7 +80,7 @@ class AttentionTiles(NamedTuple):
     tiles: int
     group: int
     ctas: int
-    sms: int
+    costs: Costs
     heads: int = 1
 
 
@@ -100,12 +97,13 @@ class FirstPartsLaunch(PartsLaunch):
     ):
         super().__init__(kernel, problem, heads_first, *tensors)
         (batch, seqlen, heads, _), *_ = self.sizes[0]
-        tiles, group, ctas, sms, heads_per_tile = attention
-        units, first_tiles = batch * heads // heads_per_tile, max(int(FIRST_TILES * sms), group)
+        tiles, group, ctas, costs, heads_per_tile = attention
+        first_tiles = max(int(costs.terms.first_tiles * costs.sms), group)
+        units = batch * heads // heads_per_tile
         self.heads = min(-(-first_tiles * units // tiles), units) * heads_per_tile
         self.ctas = -(-part_items(problem.head_dim, self.heads, seqlen) // FirstPartsConfig().warps)
         # A CTA with one tile makes parts until there are enough for the CTAs that run beside it and after it
-        self.tiles_ahead = ctas if ctas < tiles else group + sms
+        self.tiles_ahead = ctas if ctas < tiles else group + costs.sms
         self.progress = dense((1 + batch * heads,), torch.int32)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], tuple]:

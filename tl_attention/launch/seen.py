@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Least number of such queries of all heads for which they are left out. At d128 that saves about what two more launches take, which set dq
-# to 0 and copy the log-sum-exps
-LEAST_QUERIES = 2**14
+from tl_attention.config.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,16 @@ class SeenQueries:
         dq.narrow(self.axis, 0, self.first).zero_()
 
 
-def unseen_queries(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Queries of a causal head that are left out."""
+def unseen_queries(batch: int, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs) -> int:
+    """Queries of a causal head that are left out: where they are many, that saves more than two launches take, which set dq to 0 and copy
+    the log-sum-exps.
+    """
     unseen = max(seqlen_q - seqlen_k, 0)
-    return unseen if batch * heads * unseen >= LEAST_QUERIES else 0
+    return unseen if batch * heads * unseen >= costs.backward.least_unseen else 0
 
 
-def seen_queries(q: torch.Tensor, k: torch.Tensor, heads_first: bool) -> SeenQueries | None:
+def seen_queries(q: torch.Tensor, k: torch.Tensor, heads_first: bool, costs: Costs) -> SeenQueries | None:
     """The queries that a causal backward reads; None: all."""
     head, seq = (-3, -2) if heads_first else (-2, -3)
-    first = unseen_queries(q.shape[0], q.shape[head], q.shape[seq], k.shape[seq])
+    first = unseen_queries(q.shape[0], q.shape[head], q.shape[seq], k.shape[seq], costs)
     return SeenQueries(seq, first, q.shape[seq] - first) if first else None

@@ -74,43 +74,11 @@ DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (5
 JVP_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128))
 MAX_JVP_HEAD_DIM = JVP_TILE_WIDTHS[-1][0]
 
-# The last seqlen_k of each length bucket; the last bucket is open-ended
+# The last seqlen_k of each length bucket; the last bucket is open-ended. config/buckets.py has the others
 BUCKET_ENDS = (1024, 4096)
 BUCKETS = ("1k", "4k", "long")
-# One more bucket of the forward: problems with so few tiles that several CTAs split the keys of a tile
-SPLIT_BUCKET = "split"
-# Another: at most SHORT_ROWS queries and keys, which leave most of a tile of 128 or 192 queries empty
-SHORT_BUCKET, SHORT_ROWS = "short", 64
-# Another: numbers of queries that leave a third of the rows of tiles of 192 empty, and few of tiles of 128; with at most 1024 keys
-ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
-# Another: problems with few tiles per SM, where it saves time if CTAs share tiles by their keys, see launch.splits.fwd_bucket
-FEW_BUCKET = "few"
-# Another, without tuned rows: windows of more than WIDE_WINDOW keys, in more keys than the bucket 1k has
-WIDE_BUCKET, WIDE_WINDOW = "wide", 128
-# One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
-SHARED_BUCKET = "shared"
-# Further buckets of the other backwards, one per length bucket: query heads that share key heads
-SHARED_BUCKETS = {length: f"{length}-shared" for length in BUCKETS}
-# One of the backward: all keys of a head are in one tile, which so has a whole dq
-TILE_BUCKET, TILE_KEYS = "tile", 128
-# The same with a larger tile, which d64 has
-WIDE_TILE_BUCKET, WIDE_TILE_KEYS = "tile192", 192
-# Bucket -> buckets whose rows serve it where it has none, in this order
-STAND_INS = {
-    "1k": ("4k", "long"),
-    "4k": ("1k", "long"),
-    "long": ("4k", "1k"),
-    SPLIT_BUCKET: (),
-    SHORT_BUCKET: BUCKETS,
-    ROWS_BUCKET: BUCKETS,
-    FEW_BUCKET: (),
-    SHARED_BUCKET: ("4k", "long", "1k"),
-    SHARED_BUCKETS["1k"]: BUCKETS,
-    SHARED_BUCKETS["4k"]: ("4k", "long", "1k"),
-    SHARED_BUCKETS["long"]: ("long", "4k", "1k"),
-    TILE_BUCKET: BUCKETS,
-    WIDE_TILE_BUCKET: BUCKETS,
-}
+# Forwards without as many tiles as SMs need: CTAs split the keys of a tile, or share the last tiles by their keys; see launch.splits
+SPLIT_BUCKET, FEW_BUCKET = "split", "few"
 MAX_SPLITS = 128  # CTAs per tile
 
 TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows
@@ -437,55 +405,9 @@ def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return next((qk, v) for qk, v in DECODE_TILE_WIDTHS if qk >= head_dim and v >= head_dim_v)
 
 
-def buckets(direction: str) -> tuple[str, ...]:
-    """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
-    more = {
-        "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET, FEW_BUCKET),
-        "bwd": (TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKETS.values()),
-        "bwd_det": (TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET),
-    }
-    return *BUCKETS, *more[direction]
-
-
-def option_buckets(direction: str, options: Iterable[str]) -> tuple[str, ...]:
-    """The buckets of a problem with options: of a forward with a window also WIDE_BUCKET."""
-    return *buckets(direction), *([WIDE_BUCKET] if direction == "fwd" and "window" in options else [])
-
-
-def window_bucket(bucket: str, options: Iterable[str], window_keys: int) -> str:
-    """Bucket of a forward whose lengths have `bucket`: WIDE_BUCKET for a window of more than WIDE_WINDOW keys.
-
-    Parts of longer sequences (`placed`) keep their bucket: they were not measured.
-
-    Args:
-        window_keys: number of keys in the window, which may be rounded up to a power of 2, as WIDE_WINDOW is one.
-    """
-    is_wide = "window" in options and "placed" not in options and window_keys > WIDE_WINDOW
-    return WIDE_BUCKET if is_wide and bucket in BUCKETS[1:] else bucket
-
-
 def length_bucket(seqlen_k: int) -> str:
     """The one of BUCKETS that holds a key length."""
     return BUCKETS[sum(seqlen_k > end for end in BUCKET_ENDS)]
-
-
-def bwd_bucket(
-    deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, partial: bool = False, seqlen_q: int = 0
-) -> str:
-    """Bucket of a backward in the tuned table.
-
-    Args:
-        partial: as the option, whose dq is fp32.
-        seqlen_q: of an fp32 problem, else 0. Configs of short sequences have one_sum, whose errors grow with the queries, too.
-    """
-    if seqlen_k <= TILE_KEYS and not partial:
-        return TILE_BUCKET
-    if deterministic and heads_q > heads_kv:
-        return SHARED_BUCKET
-    if seqlen_k <= WIDE_TILE_KEYS and not partial:
-        return WIDE_TILE_BUCKET
-    bucket = length_bucket(max(seqlen_q, seqlen_k))
-    return SHARED_BUCKETS[bucket] if heads_q > heads_kv else bucket
 
 
 def tuning_key(problem: AttnProblem, bucket: str) -> str:

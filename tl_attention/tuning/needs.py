@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tl_attention.config import catalog, configs
+from tl_attention.config.buckets import bwd_bucket, option_buckets
 from tl_attention.config.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
 from tl_attention.problem.attn_problem import (
     DECODE,
@@ -12,11 +13,9 @@ from tl_attention.problem.attn_problem import (
     JVP,
     SPLIT_BUCKET,
     AttnProblem,
-    bwd_bucket,
     decode_problem,
     decode_width,
     length_bucket,
-    option_buckets,
     tile_widths,
 )
 from tl_attention.problem.target import gpu_name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -12,29 +12,26 @@ from dataclasses import dataclass, field
 import torch
 
 from tl_attention.config import configs, gpus, legality
+from tl_attention.config.buckets import Facts, bucket_of, bwd_bucket, option_buckets, window_bucket
+from tl_attention.config.costs import Costs, costs_of
 from tl_attention.config.gpus import Gpu
 from tl_attention.config.kernel_configs import DecodeConfig, page_rows
 from tl_attention.problem.attn_problem import (
-    BUCKETS,
     DECODE,
     DECODE_OPTIONS,
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
+    FAR,
     FEW_BUCKET,
     OPTIONS,
-    SHORT_BUCKET,
     SPLIT_BUCKET,
-    WIDE_BUCKET,
     AttnProblem,
-    bwd_bucket,
     decode_problem,
     dtypes,
     length_bucket,
-    option_buckets,
     tile_widths,
-    window_bucket,
 )
 from tl_attention.problem.target import DEFAULT_GPU, gpu_name, is_hopper
 from tl_attention.testing.shapes import Shape, sequences
@@ -143,14 +140,15 @@ def shape_bucket(shape: Shape, problem: AttnProblem, direction: str, gpu: Gpu) -
     if direction != "fwd":
         queries = shape.seqlen_q if problem.is_fp32 and not shape.is_varlen else 0
         return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest, seqlen_q=queries)
+    costs = costs_of(gpu.name, gpu.sms)
     if shape.is_varlen:
-        return SPLIT_BUCKET if _packed_splits(shape, gpu.sms) > 1 else length_bucket(longest)
+        return SPLIT_BUCKET if _packed_splits(shape, costs) > 1 else length_bucket(longest)
     sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
-    bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
+    bucket = splits.fwd_bucket(*sizes, costs, splits.sharing(problem, gpu.name))
     return window_bucket(bucket, problem.options, shape.window_keys)
 
 
-def _packed_splits(shape: Shape, sms: int) -> int:
+def _packed_splits(shape: Shape, costs: Costs) -> int:
     """Splits per tile of packed sequences with the lengths of a shape."""
     from tl_attention.launch import splits
     from tl_attention.problem.options import Options
@@ -163,7 +161,7 @@ def _packed_splits(shape: Shape, sms: int) -> int:
         max_seqlen_k=max(keys),
         cu_seqlens_q=cu_seqlens_q,
     )
-    return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, sms)
+    return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, costs)
 
 
 def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
@@ -221,34 +219,26 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         return [question.bucket]
     if "seqlen_k" not in sizes:
         return [bucket for bucket in known if bucket != FEW_BUCKET or problem.can_share]
-    by_length = length_bucket(sizes["seqlen_k"])
+    seqlen_k = sizes["seqlen_k"]
     if direction != "fwd":
-        queries = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
-        of_heads = functools.partial(
-            bwd_bucket, direction == "bwd_det", seqlen_k=sizes["seqlen_k"], seqlen_q=queries
-        )
-        if {"heads", "heads_kv"} <= sizes.keys():
-            return [of_heads(sizes["heads"], sizes["heads_kv"])]
-        with_heads = (of_heads(heads, 1) for heads in (1, 2))
-        return list(dict.fromkeys(with_heads))
+        seqlen_q = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
+        known_heads = {"heads", "heads_kv"} <= sizes.keys()
+        heads = [(sizes["heads"], sizes["heads_kv"])] if known_heads else [(1, 1), (2, 1)]
+        found = [bwd_bucket(direction == "bwd_det", *pair, seqlen_k, seqlen_q=seqlen_q) for pair in heads]
+        return list(dict.fromkeys(found))
     if "varlen" in question.options:  # buckets by queries serve no packed sequences
-        return [by_length, SPLIT_BUCKET]
-    from tl_attention import launch
+        return [length_bucket(seqlen_k), SPLIT_BUCKET]
+    from tl_attention.launch import splits
 
-    # The question does not say how many keys a window has
-    may_be_wide = "window" in problem.options and by_length in BUCKETS[1:]
-    of_window = [WIDE_BUCKET] if may_be_wide else []
-    seqlen_q, shares = sizes.get("seqlen_q", sizes["seqlen_k"]), launch.splits.sharing(problem, gpu.name)
+    seqlen_q, shares = sizes.get("seqlen_q", seqlen_k), splits.sharing(problem, gpu.name)
+    ways = [None, SPLIT_BUCKET, *([FEW_BUCKET] if shares else [])]
     if {"batch", "heads"} <= sizes.keys():
-        counts = sizes["batch"], sizes["heads"]
-        whole = launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], gpu.sms, shares)
-        return [whole, *(of_window if whole == by_length else [])]
-    whole = launch.splits.fwd_bucket(
-        gpu.sms, 1, seqlen_q, sizes["seqlen_k"], gpu.sms
-    )  # a CTA per SM: no split
-    if whole == SHORT_BUCKET:
-        return [whole]
-    return [whole, *of_window, SPLIT_BUCKET, *([FEW_BUCKET] if shares else [])]
+        heads, costs = sizes["batch"] * sizes["heads"], costs_of(gpu.name, gpu.sms)
+        ways = [splits.sharing_bucket(heads, seqlen_q, seqlen_k, costs, shares)]
+    found = [bucket_of("fwd", Facts(seqlen_q, seqlen_k, seqlen_k, sharing=way)) for way in ways]
+    # The question does not say how many keys a window has
+    pairs = [(bucket, window_bucket(bucket, problem.options, FAR)) for bucket in found]
+    return list(dict.fromkeys(itertools.chain(*pairs)))
 
 
 def _answer_decode(question: Question) -> Iterator[str]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from tl_attention.compilation import cubin
 from tl_attention.compilation.sandbox import Failure, OutOfTime
 from tl_attention.config import catalog, configs
+from tl_attention.config.buckets import buckets
 from tl_attention.config.kernel_configs import Config, KernelConfig
-from tl_attention.problem.attn_problem import DIRECTIONS, AttnProblem, buckets, tuning_key
+from tl_attention.problem.attn_problem import DIRECTIONS, AttnProblem, tuning_key
 from tl_attention.problem.target import TARGET
 from tl_attention.testing import environment
 from tl_attention.testing.shapes import Shape

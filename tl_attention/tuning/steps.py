@@ -13,15 +13,9 @@ import torch
 
 from tl_attention.compilation import building, cubin
 from tl_attention.config import configs
+from tl_attention.config.buckets import buckets
 from tl_attention.config.kernel_configs import Config, KernelConfig
-from tl_attention.problem.attn_problem import (
-    DEFAULT_DTYPE,
-    DIRECTIONS,
-    AttnProblem,
-    buckets,
-    tile_widths,
-    tuning_key,
-)
+from tl_attention.problem.attn_problem import DEFAULT_DTYPE, DIRECTIONS, AttnProblem, tile_widths, tuning_key
 from tl_attention.problem.options import Options
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.testing import counts, timer

@@ -56,8 +56,8 @@ PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 BLOCKED = "import sys; sys.modules['tilelang'] = None\n"
 PREPARE = """
 from tl_attention.compilation import building, pack, store
-from tl_attention.kernel_configs import *
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import *
+from tl_attention.problem.attn_problem import AttnProblem
 problem = AttnProblem("bfloat16", 64, 64, False)
 """
 # Calls of the two kinds of kernels, with tensors at addresses of no memory
@@ -117,7 +117,7 @@ def wheel(cache, tmp_path_factory) -> Path:
     if not toolkit.find_nvcc():
         pytest.skip(toolkit.NO_NVCC)
     out = tmp_path_factory.mktemp("dist")
-    code = f"from tl_attention import cli; cli.main(['pack', *{WORDS}, '--out', {str(out)!r}])"
+    code = f"from tl_attention.tools import cli; cli.main(['pack', *{WORDS}, '--out', {str(out)!r}])"
     printed = output_of(code, TL_ATTENTION_CACHE_DIR=str(cache))
     (path,) = out.iterdir()
     assert f"{path}: 3 kernels, 0.0 MB" in printed
@@ -338,7 +338,7 @@ def test_damaged_pack_says_so(copied, file, content, words, monkeypatch, capsys)
 
 
 def test_doctor_says_version_compilers_and_coverage(site, wheel):
-    printed = output_of(BLOCKED + "from tl_attention import cli; cli.main(['doctor'])", site)
+    printed = output_of(BLOCKED + "from tl_attention.tools import cli; cli.main(['doctor'])", site)
     states = {line[8:21].strip(): (line[:8].strip(), line[21:]) for line in printed.splitlines()}
     state, text = states["pack"]
     assert state == "partial"
@@ -384,10 +384,7 @@ def test_wheel_is_reproducible_and_for_old_systems(wheel, cache, tmp_path, monke
     again = packing.build(kernels, tmp_path, say=said.append)
     assert said[-1] == "3/3 kernels compressed"
     assert again.name == wheel.name and again.read_bytes() == wheel.read_bytes()
-    assert (
-        wheel.name
-        == f"tl_attention_kernels-{VERSION}+{pack.sources_version()}-py3-none-manylinux_2_17_{platform.machine()}.whl"
-    )
+    assert wheel.name == f"tl_attention_kernels-{VERSION}-py3-none-manylinux_2_17_{platform.machine()}.whl"
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         index = json.loads(archive.read(f"{pack.PACKAGE}/{pack.INDEX}"))

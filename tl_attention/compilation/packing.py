@@ -324,7 +324,7 @@ def build(
         pack.LAUNCHER: library,
         pack.DATA: b"".join(one.content for one in packed),
     }
-    wheel = _write_wheel(out, version, platform_tag(library), files)
+    wheel = _write_wheel(out, platform_tag(library), files)
     spills = itertools.chain.from_iterable(one.spills for one in packed)
     if line := spill_line(dict(zip(alike, spills, strict=True))):
         say(line)
@@ -376,18 +376,21 @@ def _likeness(kernel: KernelKey) -> tuple:
     return template(config), widths, problem.options, str(config), problem.causal, problem.dtype
 
 
-def _write_wheel(out: Path, version: str, platforms: str, files: dict[str, bytes]) -> Path:
-    """Write a wheel; the same files make the same bytes."""
-    name = pack.PACKAGE
+def _write_wheel(out: Path, platforms: str, files: dict[str, bytes]) -> Path:
+    """Write a wheel; the same files make the same bytes. Its version is that of the package, without the hash of sources."""
+    name, version = pack.PACKAGE, __version__
     tag = f"py3-none-{platforms}"
     info = f"{name}-{version}.dist-info"
     metadata = f"""Metadata-Version: 2.1
 Name: {pack.DISTRIBUTION}
 Version: {version}
-Summary: Compiled kernels of tl-attention {version.partition("+")[0]} for NVIDIA Hopper
+Summary: Compiled kernels of tl-attention {version} for NVIDIA Hopper
 License: Apache-2.0
 Requires-Python: >=3.10
-"""
+Requires-Dist: tl-attention=={version}
+Description-Content-Type: text/markdown
+
+{DESCRIPTION}"""
     wheel = f"Wheel-Version: 1.0\nGenerator: tl-attention pack\nRoot-Is-Purelib: false\nTag: {tag}\n"
     contents = {f"{name}/{file}": content for file, content in files.items()}
     contents |= {f"{info}/METADATA": metadata.encode(), f"{info}/WHEEL": wheel.encode()}
@@ -403,6 +406,13 @@ Requires-Python: >=3.10
             archive.writestr(entry, content, zipfile.ZIP_STORED if packed else zipfile.ZIP_DEFLATED)
     part.replace(path)
     return path
+
+
+# Shown by an index of packages
+DESCRIPTION = f"""Compiled kernels of tl-attention {__version__}, FlashAttention for NVIDIA Hopper, which finds and loads them.
+
+Install them with the package: `pip install 'tl-attention[kernels]'`.
+"""
 
 
 def _record_hash(content: bytes) -> str:

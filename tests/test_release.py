@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,3 +55,19 @@ def test_release_refuses_a_folder_with_other_files(tmp_path, capsys):
     with pytest.raises(SystemExit):
         release.main(["--out", str(tmp_path)])
     assert "got ['tl_attention-9.9.9.tar.gz']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["compile", "--help"], ["--version"]], ids=" ".join)
+def test_console_script_helps_without_torch(arguments):
+    code = f"""
+import sys, tl_attention_cli
+sys.argv = ["tl-attention", *{arguments}]
+try:
+    tl_attention_cli.main()
+finally:
+    assert not hasattr(sys.modules["torch"], "nn"), "torch was imported"
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "tl-attention" in done.stdout

@@ -386,7 +386,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(configs, "tuned_paths", lambda gpu_name: ())
     configs.pick_config.cache_clear()
 
-    def compile_all(wanted, jobs):
+    def compile_all(wanted, jobs, limit):
         kernels.extend(wanted)
         return ((*kernel, REPORT) for kernel in kernels)
 

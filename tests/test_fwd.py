@@ -656,8 +656,8 @@ FIRST_CALL_IN_A_GRAPH = """
 import torch
 from tl_attention import launch
 from tl_attention.compilation import building
-from tl_attention.kernel_configs import FwdConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import FwdConfig
+from tl_attention.problem.attn_problem import AttnProblem
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 config = FwdConfig(128, 128, schedule="dynamic")
 if {ahead}:

@@ -24,12 +24,9 @@ from tl_attention.compilation import building, compiler, manifest, pack, packing
 from tl_attention.config import configs, legality
 from tl_attention.config.buckets import buckets
 from tl_attention.config.kernel_configs import (
-    BwdPass,
     BwdSum,
     DecodeCombine,
-    DecodeConfig,
     FwdCombine,
-    FwdConfig,
 )
 from tl_attention.problem.attn_problem import (
     DEFAULT_DTYPE,
@@ -56,8 +53,8 @@ PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 BLOCKED = "import sys; sys.modules['tilelang'] = None\n"
 PREPARE = """
 from tl_attention.compilation import building, pack, store
-from tl_attention.kernel_configs import *
-from tl_attention.problem import AttnProblem
+from tl_attention.config.kernel_configs import *
+from tl_attention.problem.attn_problem import AttnProblem
 problem = AttnProblem("bfloat16", 64, 64, False)
 """
 # Calls of the two kinds of kernels, with tensors at addresses of no memory
@@ -117,10 +114,10 @@ def wheel(cache, tmp_path_factory) -> Path:
     if not toolkit.find_nvcc():
         pytest.skip(toolkit.NO_NVCC)
     out = tmp_path_factory.mktemp("dist")
-    code = f"from tl_attention import cli; cli.main(['pack', *{WORDS}, '--out', {str(out)!r}])"
+    code = f"from tl_attention.tools import cli; cli.main(['pack', *{WORDS}, '--out', {str(out)!r}])"
     printed = output_of(code, TL_ATTENTION_CACHE_DIR=str(cache))
     (path,) = out.iterdir()
-    assert f"{path}: 3 kernels, 0.0 MB" in printed
+    assert f"{path}, 0.0 MB: 3 kernels, " in printed
     return path
 
 
@@ -314,9 +311,9 @@ def test_pack_of_other_sources_is_not_used(copied, monkeypatch, capsys):
     [
         (pack.INDEX, b"{", "index.json: JSONDecodeError"),
         (pack.INDEX, b"[]", "index.json: TypeError"),
-        (pack.INDEX, b'{"format": 99}', "expected format 1, got 99"),
-        (pack.DATA, b"x" * 50_000, "in kernels.bin: LZMAError"),
-        (pack.DATA, None, "in kernels.bin: FileNotFoundError"),
+        (pack.INDEX, b'{"format": 99}', "expected format 2, got 99"),
+        (pack.data_name(), b"x" * 50_000, "in kernels.bin: LZMAError"),
+        (pack.data_name(), None, "in kernels.bin: FileNotFoundError"),
         (pack.LAUNCHER, b"no library", "launcher.so: "),
     ],
 )
@@ -338,7 +335,7 @@ def test_damaged_pack_says_so(copied, file, content, words, monkeypatch, capsys)
 
 
 def test_doctor_says_version_compilers_and_coverage(site, wheel):
-    printed = output_of(BLOCKED + "from tl_attention import cli; cli.main(['doctor'])", site)
+    printed = output_of(BLOCKED + "from tl_attention.tools import cli; cli.main(['doctor'])", site)
     states = {line[8:21].strip(): (line[:8].strip(), line[21:]) for line in printed.splitlines()}
     state, text = states["pack"]
     assert state == "partial"
@@ -381,37 +378,51 @@ def test_wheel_is_reproducible_and_for_old_systems(wheel, cache, tmp_path, monke
     kernels = packing.choose(manifest.pack_kernels().values(), WORDS)
     said = []
     monkeypatch.setattr(packing, "SAY_EVERY", 1)
-    again = packing.build(kernels, tmp_path, say=said.append)
+    (again,) = packing.build(kernels, tmp_path, say=said.append)
     assert said[-1] == "3/3 kernels compressed"
     assert again.name == wheel.name and again.read_bytes() == wheel.read_bytes()
-    assert (
-        wheel.name
-        == f"tl_attention_kernels-{VERSION}+{pack.sources_version()}-py3-none-manylinux_2_17_{platform.machine()}.whl"
-    )
+    assert wheel.name == f"tl_attention_kernels-{VERSION}-py3-none-manylinux_2_17_{platform.machine()}.whl"
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         index = json.loads(archive.read(f"{pack.PACKAGE}/{pack.INDEX}"))
     assert sorted(index["kernels"]) == sorted(pack.key(*kernel) for kernel in kernels)
 
 
-def test_pack_that_would_be_too_large_ends_after_a_sample(tmp_path, monkeypatch):
-    kernels, built, said = list(manifest.pack_kernels().values()), [], []
-    monkeypatch.setattr(packing, "_build_all", lambda kernels, *_: built.extend(kernels))
+def test_large_pack_has_a_wheel_per_head_dim(tmp_path, monkeypatch):
+    def record(path):
+        return packing.Record("", "", "", False, path.name.encode() + os.urandom(3000), b"")
+
+    chosen = packing.choose(manifest.pack_kernels().values(), ("combine",))
+    widths = sorted({problem.head_dim for problem, _ in chosen})
+    monkeypatch.setattr(packing, "_build_all", lambda *_: None)
     monkeypatch.setattr(packing, "local_bytes", lambda cubin: 0)
-    monkeypatch.setattr(
-        packing, "_read_record", lambda path: packing.Record("", "", "", False, os.urandom(20_000), b"")
-    )
-    with pytest.raises(packing.PackError, match="expected a wheel of at most 40 MB; shorten"):
-        packing.build(kernels, tmp_path, say=said.append)
-    (line,) = said
-    start = f"{len(built)} kernels from all over the pack are built: all {len(kernels)} take about "
-    assert (
-        line.startswith(start)
-        and abs(int(line.removeprefix(start).removesuffix(" MB")) - len(kernels) / 50) <= 1
-    )
-    assert packing.SAMPLE * packing.GROUP <= len(built) < len(kernels) / 10
-    templates = {compiler.template(config) for _, config in built}
-    assert templates >= {compiler.TEMPLATES[name] for name in (FwdConfig, BwdPass, "dq", DecodeConfig)}
+    monkeypatch.setattr(packing, "_read_record", record)
+    monkeypatch.setattr(packing, "build_launcher", lambda target: target.write_bytes(b""))
+    monkeypatch.setattr(store, "kernel_path", lambda problem, config: Path(f"{problem} {config}"))
+    monkeypatch.setattr(packing, "MAX_BYTES", 3100 * len(chosen) // 2)
+    first, *parts = packing.build(chosen, tmp_path, say=lambda line: None)
+    assert [path.name.split("-")[0] for path in parts] == [
+        f"tl_attention_kernels_d{width}" for width in widths
+    ]
+    site = tmp_path / "site"
+    for path in (first, *parts):
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(site)
+    metadata = (site / f"tl_attention_kernels-{VERSION}.dist-info/METADATA").read_text()
+    required = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    parts_required = [f"tl-attention-kernels-d{width}=={VERSION}" for width in widths]
+    assert required == [f"tl-attention=={VERSION}", *parts_required]
+    installed = pack.Pack.read(site / pack.PACKAGE)
+    for problem, config in chosen:
+        _, host, _ = installed.find(problem, config).read()
+        assert host.startswith(f"{problem} {config}".encode())
+    installed = pack.Pack.read(shutil.copytree(site / pack.PACKAGE, tmp_path / "without_a_part"))
+    (installed.folder / pack.data_name(widths[0])).unlink()
+    with pytest.raises(RuntimeError, match=f"kernels-d{widths[0]}.bin: FileNotFoundError"):
+        installed.find(*next(kernel for kernel in chosen if kernel[0].head_dim == widths[0])).read()
+    monkeypatch.setattr(packing, "MAX_BYTES", 1000)
+    with pytest.raises(packing.PackError, match="of kernels per head dim, got .*shorten"):
+        packing.build(chosen, tmp_path, say=lambda line: None)
 
 
 def test_cubin_of_a_pack_keeps_all_but_debug_sections(wheel, cache, monkeypatch):

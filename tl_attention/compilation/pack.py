@@ -24,12 +24,17 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 DISTRIBUTION = "tl-attention-kernels"
 PACKAGE = "tl_attention_kernels"
-INDEX, DATA, LAUNCHER = "index.json", "kernels.bin", "launcher.so"  # its files
-FORMAT = 1  # of these files
+INDEX, LAUNCHER = "index.json", "launcher.so"  # its files, beside those of data_name
+FORMAT = 2  # of these files
 KEY_DIGITS = 24  # hexadecimal, of a kernel's key
 
 _alive: list[Any] = []  # keeps alive what loaded kernels point at
 _serials = itertools.count()
+
+
+def data_name(head_dim: int | None = None) -> str:
+    """File of a pack's kernels: of all, or, if they take several wheels, of a head dim."""
+    return f"kernels-d{head_dim}.bin" if head_dim else "kernels.bin"
 
 
 @functools.cache
@@ -93,7 +98,7 @@ class Pack:
     folder: Path
     version: str  # 0.1.0+0123456789ab: of the package and of its sources
     compilers: dict[str, str]  # versions of what made the kernels
-    groups: list[list[int]]  # offset and size in DATA
+    groups: list[tuple[str, int, int]]  # file, offset and size in it
     kernels: dict[str, list[int]]  # key -> number of its group; offset and size in the unpacked group
 
     @classmethod
@@ -126,22 +131,24 @@ class PackedKernel:
 
     def read(self) -> tuple[dict[str, Any], bytes, bytes]:
         """Facts of the launch (see packing.Record), host code (a shared library), and cubin of the kernel."""
-        folder = self.pack.folder
+        file, *place = self.pack.groups[self.group]
+        path = self.pack.folder / file
         try:
-            record = _unpacked(folder, *self.pack.groups[self.group])[self.offset : self.offset + self.size]
+            record = _unpacked(path, *place)[self.offset : self.offset + self.size]
             head, body = record.split(b"\n", 1)
             facts = json.loads(head)
             if len(body) != facts["host_bytes"] + facts["cubin_bytes"]:
                 raise ValueError(f"kernel of {len(body)} bytes")
         except (OSError, lzma.LZMAError, IndexError, ValueError, KeyError) as error:
-            raise _damaged(folder, f"{self.name} in {DATA}: {type(error).__name__}: {error}") from None
+            what = f"{self.name} in {file}: {type(error).__name__}: {error}"
+            raise _damaged(self.pack.folder, what) from None
         return facts, body[: facts["host_bytes"]], body[facts["host_bytes"] :]
 
 
 @functools.lru_cache(maxsize=4)
-def _unpacked(folder: Path, offset: int, size: int) -> bytes:
+def _unpacked(path: Path, offset: int, size: int) -> bytes:
     """A group of kernels. Those of one call are neighbors, so the last groups are kept."""
-    with (folder / DATA).open("rb") as file:
+    with path.open("rb") as file:
         file.seek(offset)
         return lzma.decompress(file.read(size))
 

@@ -35,11 +35,8 @@ from tl_attention.compilation.compiler import KernelKey, template
 from tl_attention.problem.arguments import at_least
 from tl_attention.version import __version__
 
-MAX_BYTES = 40_000_000  # of a wheel
+MAX_BYTES = 95_000_000  # of compressed kernels per wheel: PyPI takes files of 100 MB
 GROUP = 12  # kernels: 10.1 KB each, a forward's loaded in 24 ms; 8: 11.1 KB, 23 ms; 16: 10.0 KB, 38 ms (101 kernels of six places)
-SAMPLE = 12  # groups built before the others, from all over a pack: they tell the size of all
-MARGIN = 1.15  # times MAX_BYTES: a size above it is no error of the sample
-TOO_LARGE = f"expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml"
 SAY_EVERY = 12  # groups, which take a core some 10 s to compress
 LAUNCHER_SOURCE = Path(__file__).parents[1] / "native" / "launcher.cc"
 
@@ -280,55 +277,86 @@ def build(
     out: Path,
     jobs: int | None = None,
     say: Callable[[str], None] = print,
-) -> Path:
-    """Build the wheel of some kernels in the folder `out`. Kernels of the cache are not built anew.
+) -> list[Path]:
+    """Build the wheels of some kernels in the folder `out`. Kernels of the cache are not built anew.
+
+    One wheel has all kernels. If it were larger than MAX_BYTES, it has the index and requires one wheel of kernels per head dim.
 
     Args:
         say: called with lines of progress, and at the end with that of spill_line.
+    Returns:
+        The wheel to install first, then those that it requires.
     Raises:
-        PackError: kernels could not be built, there is no C++ compiler, or the wheel would be too large.
+        PackError: kernels could not be built, there is no C++ compiler, or the kernels of a head dim are too large for a wheel.
     """
     alike = sorted(kernels, key=_likeness)
-    groups = [alike[i : i + GROUP] for i in range(0, len(alike), GROUP)]
-    _check_size(groups, len(kernels), jobs, say)
+    groups = [
+        same_width[i : i + GROUP]
+        for same_width in (list(each) for _, each in itertools.groupby(alike, key=_head_dim))
+        for i in range(0, len(same_width), GROUP)
+    ]
     _build_all(kernels, jobs, say)
     say(f"compressing {len(kernels)} kernels")
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as threads:
-        packed = []
-        for one in threads.map(_packed_group, groups):
+        packed, compressed = [], 0
+        for group, one in zip(groups, threads.map(_packed_group, groups), strict=True):
             packed.append(one)
+            compressed += len(group)
             if len(packed) % SAY_EVERY == 0:
-                say(f"{min(len(packed) * GROUP, len(kernels))}/{len(kernels)} kernels compressed")
-    ends = list(itertools.accumulate((len(one.content) for one in packed), initial=0))
-    places = {
-        pack.key(*kernel): (number, offset, size)
-        for number, (group, one) in enumerate(zip(groups, packed, strict=True))
-        for kernel, size, offset in zip(
-            group, one.sizes, itertools.accumulate(one.sizes, initial=0), strict=False
+                say(f"{compressed}/{len(kernels)} kernels compressed")
+    split = sum(len(one.content) for one in packed) > MAX_BYTES
+    contents: dict[str, bytearray] = {}  # of files of kernels, by name
+    places, spills = [], {}
+    for group, one in zip(groups, packed, strict=True):
+        name = pack.data_name(_head_dim(group[0]) if split else None)
+        content = contents.setdefault(name, bytearray())
+        places.append((name, len(content), len(one.content)))
+        content += one.content
+        spills |= dict(zip(group, one.spills, strict=True))
+    if too_large := {name: len(content) for name, content in contents.items() if len(content) > MAX_BYTES}:
+        raise PackError(
+            f"expected at most {MAX_BYTES / 1e6:.0f} MB of kernels per head dim, got {too_large} bytes;"
+            " shorten [pack] of configs/grid.toml"
         )
-    }
-    version = f"{__version__}+{pack.sources_version()}"
     with tempfile.TemporaryDirectory() as folder:
         build_launcher(launcher := Path(folder, pack.LAUNCHER))
         library = launcher.read_bytes()
     index = {
         "format": pack.FORMAT,
-        "version": version,
+        "version": f"{__version__}+{pack.sources_version()}",
         "compilers": compiler_versions(),
-        "groups": [(offset, len(one.content)) for offset, one in zip(ends, packed, strict=False)],
-        "kernels": places,
+        "groups": places,
+        "kernels": {
+            pack.key(*kernel): (number, offset, size)
+            for number, (group, one) in enumerate(zip(groups, packed, strict=True))
+            for kernel, size, offset in zip(
+                group, one.sizes, itertools.accumulate(one.sizes, initial=0), strict=False
+            )
+        },
     }
     files = {
         "__init__.py": b'"""Compiled kernels of tl_attention, which tl_attention.compilation.pack reads."""\n',
         pack.INDEX: json.dumps(index, separators=(",", ":")).encode(),
         pack.LAUNCHER: library,
-        pack.DATA: b"".join(one.content for one in packed),
     }
-    wheel = _write_wheel(out, version, platform_tag(library), files)
-    spills = itertools.chain.from_iterable(one.spills for one in packed)
-    if line := spill_line(dict(zip(alike, spills, strict=True))):
+    platforms = platform_tag(library)
+    requires = [f"tl-attention=={__version__}"]
+    parts = {}
+    for name, content in contents.items():
+        if split:
+            parts[f"{pack.DISTRIBUTION}-{Path(name).stem.removeprefix('kernels-')}"] = {name: bytes(content)}
+        else:
+            files[name] = bytes(content)
+    requires += [f"{distribution}=={__version__}" for distribution in parts]
+    wheels = [_write_wheel(out, pack.DISTRIBUTION, platforms, files, requires)]
+    wheels += [_write_wheel(out, distribution, platforms, part, []) for distribution, part in parts.items()]
+    if line := spill_line(spills):
         say(line)
-    return wheel
+    return wheels
+
+
+def _head_dim(kernel: KernelKey) -> int:
+    return kernel[0].head_dim
 
 
 class _PackedGroup(NamedTuple):
@@ -347,21 +375,6 @@ def _packed_group(group: Sequence[KernelKey]) -> _PackedGroup:
     return _PackedGroup(list(map(len, contents)), content, [local_bytes(record.cubin) for record in records])
 
 
-def _check_size(
-    groups: Sequence[Sequence[KernelKey]], count: int, jobs: int | None, say: Callable[[str], None]
-) -> None:
-    """Build some groups from all over the pack. Raises PackError if, as they tell, the wheel would be too large."""
-    sample = groups[:: max(1, len(groups) // SAMPLE)]
-    if len(sample) == len(groups):
-        return
-    first = list(itertools.chain(*sample))
-    _build_all(first, jobs, say)
-    size = sum(len(_packed_group(group).content) for group in sample) / len(first) * count
-    say(f"{len(first)} kernels from all over the pack are built: all {count} take about {size / 1e6:.0f} MB")
-    if size > MARGIN * MAX_BYTES:
-        raise PackError(TOO_LARGE)
-
-
 def _build_all(kernels: Sequence[KernelKey], jobs: int | None, say: Callable[[str], None]) -> None:
     """Build the kernels that the cache lacks. Raises PackError if some cannot be built."""
     errors = building.build_all(kernels, jobs, say)
@@ -373,36 +386,55 @@ def _likeness(kernel: KernelKey) -> tuple:
     """Sort key by which similar kernels are neighbors: causal and full, bf16 and fp16 of one config differ least."""
     problem, config = kernel
     widths = problem.head_dim, problem.head_dim_v
-    return template(config), widths, problem.options, str(config), problem.causal, problem.dtype
+    return (
+        problem.head_dim,
+        template(config),
+        widths,
+        problem.options,
+        str(config),
+        problem.causal,
+        problem.dtype,
+    )
 
 
-def _write_wheel(out: Path, version: str, platforms: str, files: dict[str, bytes]) -> Path:
-    """Write a wheel; the same files make the same bytes."""
-    name = pack.PACKAGE
+def _write_wheel(
+    out: Path, distribution: str, platforms: str, files: Mapping[str, bytes], requires: Sequence[str]
+) -> Path:
+    """Write a wheel with files of the pack's folder; the same files make the same bytes. Its version is that of the package."""
+    name = distribution.replace("-", "_")
     tag = f"py3-none-{platforms}"
-    info = f"{name}-{version}.dist-info"
+    info = f"{name}-{__version__}.dist-info"
     metadata = f"""Metadata-Version: 2.1
-Name: {pack.DISTRIBUTION}
-Version: {version}
-Summary: Compiled kernels of tl-attention {version.partition("+")[0]} for NVIDIA Hopper
+Name: {distribution}
+Version: {__version__}
+Summary: Compiled kernels of tl-attention {__version__} for NVIDIA Hopper
 License: Apache-2.0
 Requires-Python: >=3.10
-"""
+{"".join(f"Requires-Dist: {one}{chr(10)}" for one in requires)}Description-Content-Type: text/markdown
+
+{DESCRIPTION}"""
     wheel = f"Wheel-Version: 1.0\nGenerator: tl-attention pack\nRoot-Is-Purelib: false\nTag: {tag}\n"
-    contents = {f"{name}/{file}": content for file, content in files.items()}
+    contents = {f"{pack.PACKAGE}/{file}": content for file, content in files.items()}
     contents |= {f"{info}/METADATA": metadata.encode(), f"{info}/WHEEL": wheel.encode()}
     rows = [f"{file},{_record_hash(content)},{len(content)}\n" for file, content in contents.items()]
     contents[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"]).encode()
-    path = out / f"{name}-{version}-{tag}.whl"
+    path = out / f"{name}-{__version__}-{tag}.whl"
     part = path.with_suffix(".part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, content in contents.items():
             entry = zipfile.ZipInfo(file, date_time=(1980, 1, 1, 0, 0, 0))
             entry.external_attr = 0o644 << 16
-            packed = file.endswith(pack.DATA)  # compressed already
+            packed = file.endswith(".bin")  # compressed already
             archive.writestr(entry, content, zipfile.ZIP_STORED if packed else zipfile.ZIP_DEFLATED)
     part.replace(path)
     return path
+
+
+# Shown by an index of packages
+DESCRIPTION = f"""Compiled kernels of tl-attention {__version__}, FlashAttention for NVIDIA Hopper, which finds and loads them.
+
+Install them with the package: `pip install 'tl-attention[kernels]'`.
+"""
 
 
 def _record_hash(content: bytes) -> str:
@@ -465,15 +497,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     begin = time.monotonic()
     try:
-        wheel = build(chosen, arguments.out, arguments.jobs, lambda line: print(line, flush=True))
+        wheels = build(chosen, arguments.out, arguments.jobs, lambda line: print(line, flush=True))
     except PackError as error:
         print(f"tl-attention pack: {error}")
         return 1
-    size = wheel.stat().st_size
-    print(f"{wheel}: {len(chosen)} kernels, {size / 1e6:.1f} MB, {time.monotonic() - begin:.0f} s")
-    if size > MAX_BYTES:
-        print(f"tl-attention pack: {TOO_LARGE}")
-        return 1
+    sizes = [f"{wheel}, {wheel.stat().st_size / 1e6:.1f} MB" for wheel in wheels]
+    print(f"{'; '.join(sizes)}: {len(chosen)} kernels, {time.monotonic() - begin:.0f} s")
     return 0
 
 

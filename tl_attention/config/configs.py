@@ -44,12 +44,12 @@ DECODE_ROWS = (64, 65)  # numbers of rows that select the first and the second d
 
 def installed() -> bool:
     """True in an installed wheel, whose files are read-only; False in a checkout."""
-    return (PACKAGE / "configs_data").is_dir()
+    return not (PACKAGE.parent / "pyproject.toml").is_file()
 
 
 def data_dir() -> Path:
-    """Folder of the data files: beside this file in an installed package, configs/ in a checkout."""
-    return PACKAGE / "configs_data" if installed() else PACKAGE.parent / "configs"
+    """Folder of the data files."""
+    return PACKAGE / "configs"
 
 
 def cache_dir() -> Path:

@@ -194,6 +194,13 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="only kernels whose problem and config have all of these: bf16 d128 dq",
     )
+    command.add_argument(
+        "--limit",
+        type=seconds,
+        default=300.0,
+        metavar="TIME",
+        help="of a kernel, 90s, 10m or 1h: a longer compilation is a failure; default: 5m",
+    )
     command.set_defaults(run=compile_kernels)
 
 
@@ -341,7 +348,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
             f"tl-attention compile: expected words of a kernel, such as bf16 d128 dq; no kernel has all of: {words}"
         )
     console = Console(width=None if sys.stdout.isatty() else 160)
-    built = track(autotune.compile_all(kernels, arguments.jobs), len(kernels), "compile", console)
+    built = track(
+        autotune.compile_all(kernels, arguments.jobs, limit=arguments.limit), len(kernels), "compile", console
+    )
     results = {(problem, config): result for problem, config, result in built}
     table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
     faults = 0
@@ -426,7 +435,7 @@ def _has_words(text: str, words: Sequence[str]) -> bool:
 def _has_rich(command: str) -> bool:
     if importlib.util.find_spec("rich"):
         return True
-    print(f"tl-attention {command} needs rich: pip install 'tl-attention[bench]'")
+    print(f"tl-attention {command} needs rich: pip install 'tl-attention[jit]'")
     return False
 
 

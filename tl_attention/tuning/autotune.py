@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Limits in seconds, less if less of the budget is left
-COMPILE_LIMIT = 300.0  # per kernel
+COMPILE_LIMIT = 300.0  # seconds per kernel
 COMPILE_FLOOR = 60.0  # least time per row to compile, as a build that is cut off is wasted
 TIME_LIMIT = 300.0  # for all candidates of a row together
 MIN_SHARE = 20.0  # least share of the budget per row, so that a short budget serves the first rows well
@@ -43,12 +43,19 @@ ROUNDS, FINAL_ROUNDS = 5, 15
 
 
 def compile_all(
-    kernels: Iterable[Kernel], jobs: int | None = None, steps: Steps | None = None
+    kernels: Iterable[Kernel],
+    jobs: int | None = None,
+    steps: Steps | None = None,
+    limit: float = COMPILE_LIMIT,
 ) -> Iterator[tuple[AttnProblem, KernelConfig, cubin.Report | Failure]]:
-    """Compile kernels into the disk cache, by default one per CPU at a time. Yields each result as it comes."""
+    """Compile kernels into the disk cache, by default one per CPU at a time. Yields each result as it comes.
+
+    Args:
+        limit: seconds per kernel, after which its result is a Failure.
+    """
     steps = steps or Steps()
     with Sandboxes(jobs, steps.prepare_to_compile) as sandboxes:
-        for kernel, result in sandboxes.map(steps.compile, kernels, COMPILE_LIMIT):
+        for kernel, result in sandboxes.map(steps.compile, kernels, limit):
             yield *kernel, result
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -52,6 +52,7 @@ from tl_attention.checks.flex import (
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
+from tl_attention.problem.attn_problem import Precision
 from tl_attention.problem.options import MAX_SCALE, options_of_parts, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
@@ -61,7 +62,12 @@ from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, rec
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]
 
 
@@ -70,20 +76,20 @@ def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable | None = None,
-    block_mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: None = None,
     *,
-    return_aux: Any = None,
-    mask_mod: Callable | None = None,
+    return_aux: AuxRequest | None = None,
+    mask_mod: MaskMod | None = None,
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
-    precision: str | None = None,
+    precision: Precision | None = None,
     **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, Any]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
     A function is traced once, as by torch.compile, into scalar operations that the kernels evaluate for each score; docs/flex.md lists
@@ -93,8 +99,9 @@ def flex_attention(
 
     Args:
         query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; head_dim at most 256.
-        key: [batch or 1, heads_kv, seqlen_k, head_dim]. value: [batch or 1, heads_kv, seqlen_k, head_dim_v]; head_dim_v at most 256. If it
-            is larger than head_dim, query and key are copied, with zeros up to its width.
+        key: [batch or 1, heads_kv, seqlen_k, head_dim].
+        value: [batch or 1, heads_kv, seqlen_k, head_dim_v]; head_dim_v at most 256. If it is larger than head_dim, query and key are
+            copied, with zeros up to its width.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> new score, on 0-d tensors: the scaled score in fp32, and int32 indices of
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
             -1e20 hides its key.
@@ -111,7 +118,8 @@ def flex_attention(
         deterministic: bitwise equal gradients from run to run; torch.use_deterministic_algorithms(True) sets it, too. Gradients of
             captured tensors are then exact sums, whose workspace takes 128 bytes per element.
         precision: of products of fp32 tensors, "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only with fp32
-            tensors; see flash.py. Gradients of head dims above 128 need "medium", but for functions that are options.
+            tensors; docs/numerics.md has measured errors. Gradients of head dims above 128 need "medium", but for functions that are
+            options.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
@@ -151,7 +159,7 @@ def attend(
     scale: float | None,
     enable_gqa: bool,
     deterministic: bool,
-    precision: str | None = None,
+    precision: Precision | None = None,
     rows_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of flex_attention, whose arguments these are, or of flash_attn_func.
@@ -462,7 +470,7 @@ def _shapes(
     functions: Functions,
     scale: float | None,
     enable_gqa: bool,
-    precision: str | None,
+    precision: Precision | None,
     rows_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
@@ -516,7 +524,7 @@ def _with_options(
     options: BuiltinOptions,
     rows_first: bool,
     deterministic: bool,
-    precision: str | None,
+    precision: Precision | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of functions that are options, by the kernels of the options."""
     if options.is_plain:

@@ -23,6 +23,7 @@ from tl_attention.checks.common import (
     is_dtensor,
 )
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.problem.attn_problem import Precision
 from tl_attention.problem.options import Call, Options, as_stored, as_stored_eagerly, canonical_window
 from tl_attention.torch_ops.dropout import draw, dropout_state_op
 from tl_attention.torch_ops.dtensors import Axes, Shards, axes_of_rows
@@ -42,7 +43,7 @@ _NUMBER_TYPES = frozenset((int, float, bool, type(None)))
 
 
 class UserOptions(NamedTuple):
-    """Options of a call as passed to a public function, unchecked; see flash.py."""
+    """Options of a call as passed to a public function, unchecked; flash.py documents them."""
 
     window_size: tuple[int | None, int | None]
     softcap: float
@@ -53,7 +54,7 @@ class UserOptions(NamedTuple):
     num_splits: int
     # lengths of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     lengths: tuple | None
-    precision: str | None = None
+    precision: Precision | None = None
 
 
 def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions) -> tuple[bool, Options]:

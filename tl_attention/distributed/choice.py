@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tl_attention.distributed.gather import needed_keys
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import Mask
 
-METHODS = ("auto", "ring", "gather")
+MethodName = Literal["auto", "ring", "gather"]
+METHODS: tuple[str, ...] = get_args(MethodName)
 RING_BYTES = 8 << 30  # if gathered keys and values took more, the ring is chosen
 
 

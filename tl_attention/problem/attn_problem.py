@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tl_attention.problem.program import Program
 
@@ -22,8 +23,10 @@ class DType:
     parts: int = 0
 
 
-# Precision of fp32, as named by torch.set_float32_matmul_precision -> parts per element. With one part the bf16 kernels serve
-PRECISIONS = {"highest": 3, "high": 2, "medium": 1}
+# Precision of products of fp32 tensors, as named by torch.set_float32_matmul_precision
+Precision = Literal["highest", "high", "medium"]
+# -> parts per element. With one part the bf16 kernels serve
+PRECISIONS: dict[str, int] = {"highest": 3, "high": 2, "medium": 1}
 # Number of parts -> products (part of the left factor, part of the right one) that exceed the rounding error of the result, smallest
 # first, so that they are added while the sum is small
 PRODUCTS = {

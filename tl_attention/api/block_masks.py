@@ -41,7 +41,9 @@ PROBED = 8  # first and last queries and keys of a block that are evaluated befo
 MAX_CACHED = 64
 _lock = threading.Lock()  # for the oldest of _cached to be one that is there
 
-_cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
+_cached: dict[
+    tuple[Any, ...], tuple[tuple[torch.Tensor | None, ...], tuple[Any, ...]]
+] = {}  # lists and their versions
 _made: weakref.WeakKeyDictionary[Any, tuple[Origin, ListsState]] = weakref.WeakKeyDictionary()
 
 
@@ -102,8 +104,8 @@ class Origin(NamedTuple):
         key: everything that mask_mod captured then, by Captures; None if that cannot be compared.
     """
 
-    mask_mod: Callable
-    key: tuple | None
+    mask_mod: Callable[..., Any]
+    key: tuple[Any, ...] | None
 
 
 def origin_of_lists(block_mask: BlockMask) -> Origin | None:
@@ -131,7 +133,7 @@ class ListsState:
         )
 
 
-def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
+def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
     trace, block_mask_class = _tools()
     captures = Captures.of(mask_mod)
     key, stream = None, stream_of(blocks.device)
@@ -165,7 +167,7 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
 
 
 @functools.cache
-def _tools() -> tuple[Callable, type]:
+def _tools() -> tuple[Callable[..., Any], type[Any]]:
     """trace.trace and BlockMask, imported at the first call: the tools of torch that they need take time to import."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -419,7 +421,7 @@ def block_diagonal(
 
 @torch._disable_dynamo
 def _bounded(
-    mask_mod: Callable,
+    mask_mod: Callable[..., Any],
     batch: int | None,
     seqlen_q: int,
     seqlen_k: int,

@@ -42,7 +42,7 @@ Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -82,7 +82,7 @@ def _attend(
     causal: bool,
     deterministic: bool,
     return_attn_probs: bool,
-    asked: tuple,  # fields of UserOptions in order
+    asked: tuple[Any, ...],  # fields of UserOptions in order
 ) -> Output:
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]
+Functions = tuple[Callable[..., Any] | None, Callable[..., Any] | None, Any, torch.Tensor | None]
 
 
 @torch._disable_dynamo
@@ -224,7 +224,7 @@ def attend(
 
 
 def _on_shards(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, functions: Functions, call: tuple
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, functions: Functions, call: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """attend() of DTensors, on this rank's batch entries and heads.
 
@@ -271,7 +271,7 @@ def _check_shards(shards: Shards, q: torch.Tensor, k: torch.Tensor, functions: F
                 )
 
 
-def _reads(function: Callable | None, is_score: bool) -> tuple[frozenset[str], bool]:
+def _reads(function: Callable[..., Any] | None, is_score: bool) -> tuple[frozenset[str], bool]:
     """(leaves that a function reads, True if it captures tensors)."""
     captures = Captures.of(function)
     if captures is not None and captures.tensors:
@@ -315,7 +315,7 @@ def attend_by_functions(
     functions: Functions,
     softmax_scale: float | None,
     deterministic: bool,
-    options: tuple,
+    options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of flash_attn_func with functions; options: causal, then the fields of UserOptions, off but for the precision."""
     check_deterministic(deterministic)
@@ -346,8 +346,8 @@ class _Prepared(NamedTuple):
 
 
 MAX_PREPARED = 2048  # signatures of calls
-_known_reads: dict[tuple, tuple[frozenset[str], bool]] = {}
-_prepared: dict[tuple, _Prepared] = {}
+_known_reads: dict[tuple[Any, ...], tuple[frozenset[str], bool]] = {}
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
 
 
 def _key(
@@ -356,8 +356,8 @@ def _key(
     v: torch.Tensor,
     functions: Functions,
     scale: float | None,
-    modes: tuple,
-) -> tuple[tuple | None, Captures | None, KeptMask | None]:
+    modes: tuple[Any, ...],
+) -> tuple[tuple[Any, ...] | None, Captures | None, KeptMask | None]:
     """(key, captures, mask) of a call: key of its _Prepared, or None; captures of its functions; KeptMask of its block mask.
 
     The key holds all that _prepare() reads, so a known key has passed the checks. It keeps no tensor alive.
@@ -505,7 +505,7 @@ class _Shapes(torch.autograd.Function):
         return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
         check_order("flex_attention", dout, dlse)
         (q,) = ctx.saved_tensors
         asked = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
@@ -565,7 +565,7 @@ class _Flex(torch.autograd.Function):
         rows_first: bool,
         parts: int,
         *inputs: torch.Tensor,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """inputs: q, k, v, captured tensors. parts: as in Options."""
         q, k, v, *_ = inputs
         out, lse = _forward(call, scale, deterministic, rows_first, parts, q, k, v)
@@ -575,7 +575,7 @@ class _Flex(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
         program, numbers, blocks, scale, deterministic, rows_first, parts = ctx.asked
         grads: list[torch.Tensor | None] = [None] * len(tensors)

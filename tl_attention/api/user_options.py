@@ -53,7 +53,7 @@ class UserOptions(NamedTuple):
     rng_state: torch.Tensor | None
     num_splits: int
     # lengths of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    lengths: tuple | None
+    lengths: tuple[Any, ...] | None
     precision: Precision | None = None
 
 
@@ -103,7 +103,7 @@ def _state_of_dropout(
     return rng_state
 
 
-def _options_again(q: torch.Tensor, options: Options, asked: tuple) -> Options:
+def _options_again(q: torch.Tensor, options: Options, asked: tuple[Any, ...]) -> Options:
     """Options of a call whose signature is known.
 
     Args:
@@ -128,8 +128,13 @@ def _options_again(q: torch.Tensor, options: Options, asked: tuple) -> Options:
 
 
 def _signature(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, deterministic: bool, asked: tuple
-) -> tuple | None:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    deterministic: bool,
+    asked: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
     """Key of a call: all that its checks and its launch plan depend on. None: the call is checked each time.
 
     It has metadata of tensors, and numbers with their types, as 1, 1.0 and True are equal. It holds no tensor. q is on a GPU; k and v
@@ -200,7 +205,7 @@ def attention_with_options(
     softmax_scale: float | None,
     causal: bool,
     deterministic: bool,
-    asked: tuple,
+    asked: tuple[Any, ...],
 ) -> Outputs:
     """(out, lse) of attention with options, from unchecked arguments; lse is natural, sequence dimensions come first.
 
@@ -242,7 +247,9 @@ def attention_with_options(
     return results
 
 
-def _on_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: tuple, asked: UserOptions) -> Outputs:
+def _on_shards(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: tuple[Any, ...], asked: UserOptions
+) -> Outputs:
     """attention_with_options() of DTensors, on this rank's batch entries and heads.
 
     Args:

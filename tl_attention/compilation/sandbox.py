@@ -240,7 +240,9 @@ def serve_interpreter(pipe_number: int) -> None:
     _serve(pipe, calls.get)
 
 
-def _prepare_and_call(prepare: Callable[[], None], function: Callable[..., Any], args: tuple) -> Any:
+def _prepare_and_call(
+    prepare: Callable[[], None], function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     prepare()
     return function(*args)
 
@@ -259,7 +261,7 @@ def _serve_forked(pipe: Connection, prepare: Callable[[], None], environment: di
     _serve(pipe, calls.__next__)
 
 
-def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tuple]]) -> None:
+def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
     """Answer calls until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -304,17 +306,17 @@ class Sandboxes:
     def map(
         self,
         function: Callable[..., Any],
-        calls: Iterable[tuple],
+        calls: Iterable[tuple[Any, ...]],
         limit_s: float,
         begin_by: float = math.inf,
         end_by: float = math.inf,
-    ) -> Iterator[tuple[tuple, Any]]:
+    ) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """(args, result or Failure) of each call as it ends, without the calls that do not begin by begin_by (time.monotonic).
 
         A call has limit_s seconds, or the time left until end_by when it begins, but at least GRACE.
         """
 
-        def run(args: tuple) -> list[tuple[tuple, Any]]:
+        def run(args: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
             if time.monotonic() > begin_by:
                 return []
             try:

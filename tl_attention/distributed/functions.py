@@ -181,7 +181,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         slopes, sink, rng_state, out, *saved = ctx.saved_tensors
         given = Given(slopes, sink, rng_state)
         dq, dk, dv, dsink = ctx.call.backward(dout, dlse, out, saved, given)
@@ -378,7 +378,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     }
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple:
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple[Any, ...]:
     """Everything that a prepared call depends on."""
     return (
         q.shape, q.stride(), q.dtype, q.device, q.requires_grad,

@@ -33,7 +33,7 @@ SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
 
-def overrides() -> dict[str, Callable]:
+def overrides() -> dict[str, Callable[..., Any]]:
     """aten op -> its replacement, a function of (dispatch keys, arguments of the op) that passes unsupported calls to PyTorch's kernel.
 
     Empty without a GPU, or if this version of PyTorch cannot return its kernels.
@@ -105,7 +105,7 @@ def _four_dims(attn_bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def efficient_forward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -131,7 +131,7 @@ def efficient_forward(
 
 
 def efficient_backward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -159,7 +159,7 @@ def efficient_backward(
 
 
 def cudnn_forward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -185,7 +185,7 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -230,7 +230,7 @@ def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
-def _not_ours(result: tuple, seed: int) -> tuple:
+def _not_ours(result: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     """Result of a forward of PyTorch. Its seed becomes 0: without dropout it is memory that nobody has written, and may be OURS."""
     if result[seed].device.type == "cpu":
         result[seed].zero_()

@@ -149,7 +149,7 @@ class Program:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, x.name) for x in fields(self)))
 
-    def __reduce__(self) -> tuple:  # without the cached hash, which differs between processes
+    def __reduce__(self) -> tuple[Any, ...]:  # without the cached hash, which differs between processes
         return Program, tuple(getattr(self, x.name) for x in fields(self))
 
     @functools.cached_property

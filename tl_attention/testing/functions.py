@@ -32,8 +32,8 @@ class Function:
         ends: of documents.
     """
 
-    score_mod: Callable | None = None
-    mask_mod: Callable | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
     blocks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     learned: tuple[torch.Tensor, ...] = ()

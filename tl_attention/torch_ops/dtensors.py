@@ -82,11 +82,11 @@ class Shards:
                 " .to_local() on q, k and v"
             )
 
-    def placed(self, axes: Axes, of_sum: Any = None) -> list:
+    def placed(self, axes: Axes, of_sum: Any = None) -> list[Any]:
         """Placements of a tensor with these axes. of_sum: that where the tensor has not the axis that q shards; None: Replicate."""
         from torch.distributed.tensor import Replicate, Shard
 
-        result: list = []
+        result: list[Any] = []
         for placement in self.placements:
             found = Replicate()
             for axis, mine in zip(self.axes, axes, strict=True):

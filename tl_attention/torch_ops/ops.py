@@ -124,8 +124,8 @@ def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tenso
 
 
 def _reference(
-    dense: Callable[..., tuple],
-    varlen: Callable[..., tuple],
+    dense: Callable[..., tuple[Any, ...]],
+    varlen: Callable[..., tuple[Any, ...]],
     tensors: list[torch.Tensor],  # q, k and v the last of them
     call: Call,
     options: Options | None,
@@ -200,14 +200,14 @@ def _launch_backward(
     return grads
 
 
-def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: Outputs) -> None:
     q, k, v, *arguments = inputs
     ctx.arguments = arguments[: PLAIN + NUMBERS]
     ctx.save_for_backward(q, k, v, *output, *map(saveable, arguments[PLAIN + NUMBERS :]))
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     """Gradients of the inputs of fwd_op, by bwd_op."""
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
@@ -231,7 +231,7 @@ def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
     )
 
 
-def _save_nothing(ctx: Any, inputs: Sequence, outputs: Gradients) -> None:
+def _save_nothing(ctx: Any, inputs: Sequence[Any], outputs: Gradients) -> None:
     pass
 
 
@@ -252,7 +252,7 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
-        call: tuple,
+        call: tuple[Any, ...],
         options: Options | None,
         run: Callable[..., Outputs],
     ) -> Outputs:
@@ -268,7 +268,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 7
         q, k, v, out, lse, *option_tensors = ctx.saved_tensors
@@ -345,7 +345,7 @@ def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
 
 
-def in_bf16(run: Callable[..., tuple], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_bf16(run: Callable[..., tuple[Any, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Results of run() on fp32 tensors rounded to bf16, as fp32: a call whose products have one bf16 part."""
     return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
 
@@ -424,7 +424,7 @@ def run_eagerly(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: tuple,
+    call: tuple[Any, ...],
     options: Options,
     run: Callable[..., Outputs],
 ) -> Outputs:

@@ -358,7 +358,7 @@ class _Operation:
                 f"{self.node.target} of {dtype} and {number}, which {dtype} cannot hold{_at(self.node)}; convert with .long()"
             )
 
-    def dtype_of(self, argument: Any) -> torch.dtype | type:
+    def dtype_of(self, argument: Any) -> torch.dtype | type[Any]:
         if isinstance(argument, Node):
             return argument.meta["val"].dtype
         return type(argument)

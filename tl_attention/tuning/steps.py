@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -120,7 +121,9 @@ def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | 
     return None
 
 
-def _fp32_error(row: Row, results: tuple, inputs: tuple[torch.Tensor, ...], shape: Shape) -> str | None:
+def _fp32_error(
+    row: Row, results: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], shape: Shape
+) -> str | None:
     """The first result of an fp32 row that is wrong: its rms error against fp64 is at most FP32_ERROR of its rms value."""
     if row.direction == "fwd":
         exact = attention_reference(*inputs, causal=shape.causal, dtype=torch.float64)
@@ -164,7 +167,7 @@ def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
     return make_dout(shape, dtype, "bshd", seed, q.device), q, k, v, out.to(dtype), lse
 
 
-def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple:
+def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple[Any, ...]:
     from tl_attention import launch
 
     arguments = (*inputs, shape.head_dim**-0.5, shape.causal)

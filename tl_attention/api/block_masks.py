@@ -117,6 +117,9 @@ def origin_of_lists(block_mask: BlockMask) -> Origin | None:
 class ListsState:
     """Lists by queries of a BlockMask, and how often each was changed in place; PyTorch counts no changes of inference tensors."""
 
+    tensors: list[torch.Tensor | None]
+    versions: tuple[int | None, ...]
+
     def __init__(self, block_mask: BlockMask):
         self.tensors = [getattr(block_mask, name) for name in LISTS]
         self.versions = versions(self.tensors)

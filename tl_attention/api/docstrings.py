@@ -12,16 +12,21 @@ _SECTION = re.compile(r"^(Args|Returns|Raises):\n", re.MULTILINE)
 _ENTRY = re.compile(r"\n(?= {4}\S)")
 
 
-def complete(function: Callable[..., object], shared: str | None) -> None:
-    """Add to a function's docstring the options that it takes and leaves out, and the results and errors if it has none.
+def complete(shared: str | None, *functions: Callable[..., object]) -> None:
+    """Add to the docstring of functions the options that they take and leave out, and the results and errors where one has none.
 
     Args:
-        function: its docstring may have Args, Returns and Raises, as that of this function has Args.
         shared: docstring with entries for all options; None under python -OO.
+        functions: their docstrings may have Args, Returns and Raises, as this one has Args.
     """
-    if shared is None or function.__doc__ is None:
-        return
-    own, common = _sections(function.__doc__), _sections(shared)
+    for function in functions:
+        if shared is not None and function.__doc__ is not None:
+            function.__doc__ = _completed(function, function.__doc__, shared)
+
+
+def _completed(function: Callable[..., object], docstring: str, shared: str) -> str:
+    """Docstring of a function with all of its parameters in their order."""
+    own, common = _sections(docstring), _sections(shared)
     names = list(inspect.signature(function).parameters)
     known = _entries(own.get("Args", ""))
     documented = {name for entry in known for name in entry}
@@ -36,9 +41,8 @@ def complete(function: Callable[..., object], shared: str | None) -> None:
         "Returns": own.get("Returns") or _filled(common["Returns"]),
         "Raises": own.get("Raises") or common["Raises"],
     }
-    function.__doc__ = "\n".join(
-        [own[""].rstrip("\n"), "", *(f"{name}:\n{text}" for name, text in sections.items()), ""]
-    )
+    texts = (f"{name}:\n{text}" for name, text in sections.items())
+    return "\n".join([own[""].rstrip("\n"), "", *texts, ""])
 
 
 def _sections(docstring: str) -> dict[str, str]:

@@ -382,12 +382,12 @@ def flash_attn_varlen_kvpacked_func(
         raise _KV_NAMES.of(error) from None
 
 
-for function in (
+complete(
+    __doc__,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_kvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_varlen_kvpacked_func,
-):
-    complete(function, __doc__)
+)

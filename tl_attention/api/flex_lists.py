@@ -36,6 +36,8 @@ class KeptMask:
         in_graphs: lists that CUDA graphs read at each replay, whatever has replaced them here since.
     """
 
+    facts: tuple[Any, ...]
+
     def __init__(self, block_mask: Any, in_graphs: list[BlockLists]):
         self.in_graphs = in_graphs
         self._state = ListsState(block_mask)
@@ -192,6 +194,8 @@ class MaskState:
 
     It keeps no tensor alive.
     """
+
+    is_visible: bool
 
     def __init__(self, call: Call):
         self._program, of_tensors, of_numbers = _of_mask(call.program)

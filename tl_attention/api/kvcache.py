@@ -198,7 +198,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-complete(flash_attn_with_kvcache, flash.__doc__)
+complete(flash.__doc__, flash_attn_with_kvcache)
 
 
 def kvcache_workspace_bytes(

@@ -54,6 +54,8 @@ class Failure(Exception):
         raised: names of the class of the exception that the call raised and of its bases; empty if it raised none.
     """
 
+    raised: tuple[str, ...]
+
     def __init__(self, text: str, raised: Sequence[str] = ()):
         super().__init__(text)
         self.raised = tuple(raised)
@@ -74,6 +76,15 @@ class Sandbox:
         torchless: a fresh subprocess has the stand-in of torchless.py for torch, and of this package only the modules that a call
             needs. It may be changed between calls, for the next subprocess.
     """
+
+    prepare: Callable[[], None]
+    fresh: bool
+    inherits: Sequence[int]
+    torchless: bool
+    stopped: bool
+    limit_s: float
+    end_by: float
+    pipe: Connection
 
     def __init__(
         self,
@@ -276,6 +287,9 @@ def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tup
 
 class Sandboxes:
     """Several sandboxes that share the calls of a map; default one per CPU of this process."""
+
+    all: list[Sandbox]
+    threads: ThreadPoolExecutor
 
     def __init__(self, count: int | None, prepare: Callable[[], None], fresh: bool = False):
         count = count or len(os.sched_getaffinity(0))

@@ -35,7 +35,7 @@ from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.problem.options import as_stored, canonical_window, saveable
 from tl_attention.torch_ops.ops import check_device_or_warn, scale_of
 
-CLASSES = {"gather": Gather, "ring": Ring}
+CLASSES: dict[str, type[Gather] | type[Ring]] = {"gather": Gather, "ring": Ring}
 Method = Gather | Ring
 MAX_PREPARED = 1024  # prepared calls per group, as there is no bound on the number of different documents
 
@@ -128,7 +128,7 @@ def attention(
     return (out, lse, None) if return_attn_probs else out
 
 
-complete(attention, flash.__doc__)
+complete(flash.__doc__, attention)
 
 
 class Asked(NamedTuple):

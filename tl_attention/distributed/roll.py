@@ -149,6 +149,8 @@ class Known(NamedTuple):
 class Roll:
     """The roll of a group. All ranks of the group must create it together."""
 
+    sees_all: bool
+
     def __init__(self, ranks: Ranks, device: torch.device | None = None):
         """device: of this rank's tensors, if that is known."""
         self._ranks, self._number, self._sheets = ranks, 0, {}

@@ -29,7 +29,7 @@ Precision = Literal["highest", "high", "medium"]
 PRECISIONS: dict[str, int] = {"highest": 3, "high": 2, "medium": 1}
 # Number of parts -> products (part of the left factor, part of the right one) that exceed the rounding error of the result, smallest
 # first, so that they are added while the sum is small
-PRODUCTS = {
+PRODUCTS: dict[int, tuple[tuple[int, int], ...]] = {
     1: ((0, 0),),
     2: ((1, 0), (0, 1), (0, 0)),
     3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
@@ -64,7 +64,10 @@ TILE_WIDTHS = (
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
 # Widths of fp32. The backward of three parts has none above 128: 64 rows of three parts of two tensors of 256 columns fill shared memory
 FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
-FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of parts
+FP32_BWD_WIDTHS: dict[int, tuple[tuple[int, int], ...]] = {
+    3: FP32_TILE_WIDTHS[:2],
+    2: FP32_TILE_WIDTHS,
+}  # by number of parts
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 # One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time
@@ -99,7 +102,7 @@ TILE_BUCKET, TILE_KEYS = "tile", 128
 # The same with a larger tile, which d64 has
 WIDE_TILE_BUCKET, WIDE_TILE_KEYS = "tile192", 192
 # Bucket -> buckets whose rows serve it where it has none, in this order
-STAND_INS = {
+STAND_INS: dict[str, tuple[str, ...]] = {
     "1k": ("4k", "long"),
     "4k": ("1k", "long"),
     "long": ("4k", "1k"),

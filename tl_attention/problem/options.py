@@ -305,7 +305,7 @@ def saveable(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.clone() if x is not None and x.is_inference() else x
 
 
-def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager:
+def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which ops of torch write to these tensors: to those made in inference mode they do so in inference mode alone."""
     return torch.inference_mode() if any(x.is_inference() for x in tensors) else contextlib.nullcontext()
 

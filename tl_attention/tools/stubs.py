@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import tl_attention
-
 PACKAGES = "tl_attention", "tl_attention.distributed"
 FLAGS = "return_attn_probs", "return_softmax_lse", "return_lse", "return_aux", "return_kernel"
 HEADER = "# Written by `python -m tl_attention.tools.stubs`: change the signatures and docstrings of the code instead\n"
@@ -42,7 +40,7 @@ def stub(package: str) -> str:
             imports.add(f"from {value.__module__} import {name} as {name}")
         else:
             bodies.append(f"{name}: {type(value).__name__}")
-    if module is tl_attention:
+    if package == PACKAGES[0]:
         modules = {name for name in dir(module) if not name.startswith("_")} - set(module.__all__)
         imports |= {f"from tl_attention import {name} as {name}" for name in modules}
     text = "\n".join([HEADER, *sorted(imports), f"__all__ = {module.__all__!r}", *bodies])

@@ -32,7 +32,10 @@ from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.question import gpu_of, shape_bucket
 
 FP32_ERROR = 1e-4  # largest rms error / rms value of a correct result
-RESULTS = {True: ("out", "lse"), False: ("dq", "dk", "dv")}  # of a forward, of a backward
+RESULTS: dict[bool, tuple[str, ...]] = {
+    True: ("out", "lse"),
+    False: ("dq", "dk", "dv"),
+}  # of a forward, of a backward
 CHECK_LIMIT = 30.0  # seconds for the check of one candidate; also the cost of a hang
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tl_attention import __version__, launch
 from tl_attention.compilation import cubin, manifest, pack, toolkit
@@ -39,7 +41,7 @@ from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.tools import cli, doctor
 from tl_attention.tools import text as printed
 from tl_attention.tuning import autotune, question
-from tl_attention.tuning.results import Attempt
+from tl_attention.tuning.results import REPORT_COLUMNS, Attempt, print_reports, report_cells
 
 
 @pytest.mark.parametrize(
@@ -627,3 +629,22 @@ def test_commands_fit_a_terminal_and_print_json(words, capsys, monkeypatch):
     assert not re.search(r"Config\(|BwdPass\(|^\|", "\n".join(lines))
     assert cli.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("width, form", [(100, "lines"), (400, "table")])
+def test_reports_are_lines_where_a_table_does_not_fit(width, form):
+    console = Console(width=width, file=io.StringIO())
+    columns = ("problem", "kernel", *REPORT_COLUMNS, "result")
+    row = ("bf16 d128 full window sink", "dq+dk+dv 64x128x2x2 reuse apart [x]", *report_cells(REPORT), "ok")
+    print_reports(console, columns, [row])
+    printed_lines = console.file.getvalue().splitlines()
+    assert max(map(len, printed_lines)) <= width
+    assert (printed_lines[0] == f"{row[0]}, {row[1]}: ok") == (form == "lines")
+    assert row[1] in console.file.getvalue()
+
+
+def test_compile_prints_json(compiled, capsys):
+    assert cli.main(["compile", "--pass", "fwd", "--shapes", "1,8,8,9000,9000,128,full", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [record["kernel"] for record in found] == [str(config) for _, config in compiled]
+    assert all(record["fault"] is None for record in found)

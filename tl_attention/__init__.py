@@ -1,6 +1,7 @@
 """FlashAttention for NVIDIA Hopper, written in TileLang."""
 
 import importlib
+import logging
 from types import ModuleType
 
 from tl_attention.api.block_masks import create_block_mask
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a program decides where lines go
 _MODULES = "block_masks", "distributed", "hf", "mask_picture", "torch_backend"
 
 

@@ -6,6 +6,7 @@ All that follows from the functions of a call and the metadata of its tensors is
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 import os
@@ -65,6 +66,7 @@ from tl_attention.tracing.captures import Captures
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+LOG = logging.getLogger(__name__)
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -419,8 +421,9 @@ def _prepare(
     if block_mask is None or kept_mask(block_mask).follow(mask_mod):
         batch, heads, seqlen_q, _ = query.shape
         options = recognized(call, seqlen_q, key.shape[2])
-        if options is not None and os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-            _report(str(call.program), str(options.of(call, batch, heads, query.device)))
+        prints = os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1"
+        if options is not None and (prints or LOG.isEnabledFor(logging.DEBUG)):
+            _report(str(call.program), str(options.of(call, batch, heads, query.device)), prints)
     is_kept = slots is not None and None not in slots
     kept_slots, tables = slots if is_kept else None, by_distance(call.program)
     return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
@@ -537,12 +540,12 @@ def _with_options(
 
 
 @functools.cache
-def _report(functions: str, options: str) -> None:
-    """Print once which options replace the functions."""
-    print(
-        f"tl_attention: flex_attention {functions or 'without functions'} -> {options} (recognized)",
-        file=sys.stderr,
-    )
+def _report(functions: str, options: str, prints: bool) -> None:
+    """Log, and print if asked, once which options replace the functions."""
+    line = f"flex_attention {functions or 'without functions'} -> {options} (recognized)"
+    LOG.debug(line)
+    if prints:
+        print(f"tl_attention: {line}", file=sys.stderr)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from typing import Literal, NamedTuple, get_args
@@ -13,6 +14,7 @@ from tl_attention.distributed.pieces import Mask
 
 MethodName = Literal["auto", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(MethodName)
+LOG = logging.getLogger(__name__)
 RING_BYTES = 8 << 30  # if gathered keys and values took more, the ring is chosen
 
 
@@ -39,6 +41,7 @@ def choose(layout: Layout, mask: Mask, row_bytes: int) -> Choice:
     method = "ring" if most * row_bytes > RING_BYTES else "gather"
     reason = f"gathered keys and values take {most * row_bytes >> 20} MiB, ring from {RING_BYTES >> 20}"
     choice = Choice(method, reason)
+    LOG.debug("distributed over %d ranks -> %s (%s)", layout.world, method, reason)
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         print(
             f"tl_attention: distributed over {layout.world} ranks -> {choice.method} ({choice.reason})",

@@ -10,6 +10,7 @@ backend to flash attention, go on to PyTorch's own kernel.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from tl_attention.problem.target import is_hopper
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.dense_bias import element
 
+LOG = logging.getLogger(__name__)
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 FLASH = int(SDPBackend.FLASH_ATTENTION)
 OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
@@ -232,6 +234,7 @@ def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _not_ours(result: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     """Result of a forward of PyTorch. Its seed becomes 0: without dropout it is memory that nobody has written, and may be OURS."""
+    LOG.debug("scaled_dot_product_attention -> PyTorch's own kernel")
     if result[seed].device.type == "cpu":
         result[seed].zero_()
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ from tl_attention.problem.target import DTYPE_NAMES
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
+LOG = logging.getLogger(__name__)
 MAX_GRID = 2**31 - 1  # CTAs per launch
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
 GROUP_TILES = 1.5  # least tiles per SM in one head group
@@ -155,8 +157,9 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         config, source = configs.pick_config(problem.served_as, bucket, gpu, direction)
     else:
         check_config(problem, config, legality.fault(problem, config, direction))
+    words = tuning_key(problem, bucket)
+    LOG.debug("%s %s -> %s (%s)", direction, words, config, source)
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-        words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
     return problem.compiled_as, config
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape
 
 
+WIDE = 400  # columns of a table in a pipe, which has them all
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns its exit status; SystemExit with a text for bad input ends it with status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -205,6 +208,7 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="only kernels whose problem and config have all of these: bf16 d128 dq",
     )
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=compile_kernels)
 
 
@@ -329,10 +333,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     if not _has_rich("compile"):
         return 2
     from rich.console import Console
-    from rich.table import Table
 
     from tl_attention.tuning.progress import track
-    from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
+    from tl_attention.tuning.results import REPORT_COLUMNS, print_reports, report_cells
 
     if arguments.options:
         kernels = catalog.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
@@ -352,18 +355,22 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         raise SystemExit(
             f"tl-attention compile: expected words of a kernel, such as bf16 d128 dq; no kernel has all of: {words}"
         )
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    built = track(autotune.compile_all(kernels, arguments.jobs), len(kernels), "compile", console)
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    lines = Console(file=sys.stderr) if arguments.json else console
+    built = track(autotune.compile_all(kernels, arguments.jobs), len(kernels), "compile", lines)
     results = {(problem, config): result for problem, config, result in built}
-    table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
-    faults = 0
+    rows, records, faults = [], [], 0
     for problem, config in kernels:
         result = results[problem, config]
         report = None if isinstance(result, autotune.Failure) else result
         fault = report.fault if report else str(result).strip().splitlines()[-1]
         faults += bool(fault)
-        table.add_row(str(problem), str(config), *report_cells(report), fault or "ok")
-    console.print(table)
+        rows.append((str(problem), str(config), *report_cells(report), fault or "ok"))
+        records.append({"problem": str(problem), "kernel": str(config), "report": report, "fault": fault})
+    if arguments.json:
+        print(text.as_json(records))
+    else:
+        print_reports(console, ("problem", "kernel", *REPORT_COLUMNS, "result"), rows)
     return 1 if faults else 0
 
 

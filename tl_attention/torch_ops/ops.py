@@ -6,6 +6,7 @@ traces the call, and the checks if tensors with the same metadata have passed th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,8 @@ from tl_attention.reference import (
 from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
 from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
+
+LOG = logging.getLogger(__name__)
 
 Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
@@ -184,6 +187,9 @@ def _launch_backward(
 ) -> Gradients:
     """launch.backward, with gradient 0 in the unused rows of packed sequences; the reference where fp32 has no kernels."""
     if options is not None and not has_gradient_kernels(q, v, options.parts):
+        LOG.debug(
+            "gradients of fp32 head dims %d, %d -> PyTorch's formula (no kernels)", q.shape[-1], v.shape[-1]
+        )
         return _reference_backward(dlse, call, options, dout, q, k, v)
     *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

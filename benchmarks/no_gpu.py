@@ -46,7 +46,7 @@ def run(console: Console, all_kernels: bool, facts: dict) -> int:
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     console.print(
         f"The benchmark without a Hopper GPU (found: {found}): nothing is timed here.\n"
-        "It prints the speeds that were measured on a Hopper, a report of kernels compiled for sm_90a with their upper bounds of speed, "
+        "It prints the speeds that were measured on a Hopper, a report of kernels compiled for sm_90a with their bounds of speed, "
         "and a check of the CPU path.\n"
     )
     tables.show_environment(console, facts)

@@ -9,7 +9,6 @@ import rows as row_files
 import tables
 import torch
 from rich.console import Console
-from rich.table import Table
 from rows import unit
 
 from tl_attention.compilation import cubin, toolkit
@@ -22,8 +21,9 @@ from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning import autotune
 from tl_attention.tuning.progress import track
-from tl_attention.tuning.results import REPORT_COLUMNS, Kernel, report_cells
+from tl_attention.tuning.results import REPORT_COLUMNS, Kernel, print_reports, report_cells
 
+COLUMNS = 100  # of a line where there is no terminal
 CEILING_SEQLEN = 8192
 GRAD_ATOL = 2**-6  # of the largest gradient: the bfloat16 of P and dS
 CPU_SHAPES = (
@@ -41,13 +41,15 @@ EXPECTED = {  # pass -> shapes whose stored speeds are shown
 }
 
 
-def run(console: Console, all_kernels: bool) -> int:
-    """Report and check; all_kernels: compile every shipped kernel. Returns 1 if the CPU path is wrong, else 0."""
+def run(console: Console, all_kernels: bool, facts: dict) -> int:
+    """Report and check; all_kernels: compile every shipped kernel. facts: of the environment. Returns 1 if the CPU path is wrong."""
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     console.print(
-        f"\nNo Hopper GPU here (found: {found}), so nothing is timed. Instead: the speeds that were measured on a Hopper, a report of "
-        "kernels compiled for sm_90a with their upper bounds of speed, and a check of the CPU path.\n"
+        f"The benchmark without a Hopper GPU (found: {found}): nothing is timed here.\n"
+        "It prints the speeds that were measured on a Hopper, a report of kernels compiled for sm_90a with their bounds of speed, "
+        "and a check of the CPU path.\n"
     )
+    tables.show_environment(console, facts)
     show_expected(console)
     try:
         report_kernels(console, all_kernels)
@@ -100,20 +102,16 @@ def report_kernels(console: Console, all_kernels: bool) -> None:
         console.print(f"{len(pairs)} of {len(shipped)} kernels; --all-kernels compiles the others, too")
 
     ceilings = ("exp after MMA", "exp under MMA")
-    table = Table(
-        title=f"kernels by {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
-    )
-    for column in ("problem", "config", *REPORT_COLUMNS, *ceilings, "result"):
-        table.add_column(column, justify="right" if column in ceilings else "left")
     results = {}
     try:
         for problem, config, result in track(autotune.compile_all(pairs), len(pairs), "compiling", console):
             results[problem, config] = result
     finally:
-        for pair in pairs:
-            if pair in results:
-                table.add_row(*kernel_line(*pair, results[pair]))
-        console.print(table)
+        console.print(f"Kernels by {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}:")
+        columns = "problem", "config", *REPORT_COLUMNS, *ceilings, "result"
+        print_reports(
+            console, columns, [kernel_line(*pair, results[pair]) for pair in pairs if pair in results]
+        )
         console.print(
             f"Ceilings of a forward: {PEAK_TFLOPS} TFLOPS of an H200 at its boost clock, less what the mask wastes of the "
             "tiles, with the exponentials of the softmax after the matrix products or under them.\n"

@@ -202,15 +202,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)
     arguments = sys.argv[1:] if argv is None else argv
     facts = environment.facts(shlex.join(["python", "benchmarks/run.py", *arguments]))
-    tables.show_environment(console, facts)
     if torch.cuda.is_available() and is_hopper(torch.cuda.current_device()):
+        tables.show_environment(console, facts)
         if args.host:
             return host.run(console, args.out, facts)
         return benchmark(args, console, facts)
     if args.host:
         console.print("--host: expected a Hopper GPU, found none: what the host does is to launch on it")
         return 2
-    return no_gpu.run(console, args.all_kernels)
+    console = Console(width=None if sys.stdout.isatty() else no_gpu.COLUMNS)
+    return no_gpu.run(console, args.all_kernels, facts)
 
 
 def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str]) -> int:

@@ -7,7 +7,7 @@
 
 Each rank has all weights and its share of the tokens. Tokens, labels and positions are cut once per step; attention is the only layer
 that sees other ranks' tokens. Each step prints loss, tokens per second and peak memory. Losses do not depend on the number of GPUs, up
-to rounding. The text repeats random phrases, so the loss falls from log(vocabulary) as the model learns to look them up.
+to rounding. The text repeats eight random phrases in random order, so the loss falls from log(vocabulary), 4.2, as the model learns them.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Model(nn.Module):
 
 
 def text(seqlen: int, step: int) -> torch.Tensor:
-    """Tokens of a step, the same on all ranks: phrases of which each occurs many times."""
+    """Tokens of a step, the same on all ranks: the phrases of all steps in a new order."""
+    phrases = torch.randint(VOCABULARY, (8, PHRASE), generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(step)
-    phrases = torch.randint(VOCABULARY, (8, PHRASE), generator=generator)
     order = torch.randint(8, (-(-seqlen // PHRASE),), generator=generator)
     return phrases[order].flatten()[:seqlen]
 

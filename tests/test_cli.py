@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tl_attention import __version__, launch
 from tl_attention.compilation import cubin, manifest, pack, toolkit
@@ -36,8 +38,9 @@ from tl_attention.problem.attn_problem import (
 from tl_attention.problem.options import Cache, Options
 from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.tools import cli, doctor
+from tl_attention.tools import text as printed
 from tl_attention.tuning import autotune, question
-from tl_attention.tuning.results import Attempt
+from tl_attention.tuning.results import REPORT_COLUMNS, Attempt, print_reports, report_cells
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_config_suggests_a_word(word, hint, capsys):
 
 
 def test_support_table_in_the_docs_is_current(capsys):
-    assert cli.main(["support"]) == 0
+    assert cli.main(["support", "--markdown"]) == 0
     page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
     between = page.split("<!-- support -->")[1].split("<!-- /support -->")[0]
     assert between.strip() == capsys.readouterr().out.strip()
@@ -260,7 +263,10 @@ def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
     problem = AttnProblem("bfloat16", 128, 128, False, ("window", "sink"))
     config = configs.option_config(problem, "4k")
     assert lines[0] == f"fwd {problem} 4k on {DEFAULT_GPU}: {config}"
-    assert lines[1].strip() == repr(config)
+    assert (
+        lines[1].strip().startswith("block_M=128, block_N=128, ")
+        and f"schedule={config.schedule}" in lines[1]
+    )
     assert "line 2 of [options.d128] fwd of" in lines[2]
     assert lines[3:] == ["  tried before: line 1 of [options.d128] fwd does not serve window sink"]
 
@@ -277,7 +283,7 @@ def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys, mo
     assert lines[0].startswith(
         "bwd_det bf16 d96 full 1k on NVIDIA GH200 480GB: dk+dv 64x128x2x2, dq 128x128x2x2"
     )
-    assert lines[2].startswith("  from bwd_det default of ")
+    assert lines[3].startswith("  from bwd_det default of ")
     for section in ("bwd_det", "bwd"):
         assert sum(f"has no {section} row 'bf16 d96 full 1k'" in line for line in lines) == 2
 
@@ -602,3 +608,42 @@ def test_compile_one_config(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert str(problem) in out and "ok" in out
     assert list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("config", "d128", "causal", "--pass", "fwd", "bwd", "decode"),
+        ("explain", "1,8,8,1024,1024,64,full", "--pass", "fwd", "bwd"),
+        ("support",),
+        ("doctor",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_fit_a_terminal_and_print_json(words, capsys, monkeypatch):
+    monkeypatch.setattr(printed, "columns", lambda: 80)
+    assert cli.main(list(words)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and not [line for line in lines if len(line) > 80 and len(max(line.split(), key=len)) < 50]
+    assert not re.search(r"Config\(|BwdPass\(|^\|", "\n".join(lines))
+    assert cli.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("width, form", [(100, "lines"), (400, "table")])
+def test_reports_are_lines_where_a_table_does_not_fit(width, form):
+    console = Console(width=width, file=io.StringIO())
+    columns = ("problem", "kernel", *REPORT_COLUMNS, "result")
+    row = ("bf16 d128 full window sink", "dq+dk+dv 64x128x2x2 reuse apart [x]", *report_cells(REPORT), "ok")
+    print_reports(console, columns, [row])
+    printed_lines = console.file.getvalue().splitlines()
+    assert max(map(len, printed_lines)) <= width
+    assert (printed_lines[0] == f"{row[0]}, {row[1]}: ok") == (form == "lines")
+    assert row[1] in console.file.getvalue()
+
+
+def test_compile_prints_json(compiled, capsys):
+    assert cli.main(["compile", "--pass", "fwd", "--shapes", "1,8,8,9000,9000,128,full", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [record["kernel"] for record in found] == [str(config) for _, config in compiled]
+    assert all(record["fault"] is None for record in found)

@@ -1,6 +1,7 @@
 """FlashAttention for NVIDIA Hopper, written in TileLang."""
 
 import importlib
+import logging
 from types import ModuleType
 
 from tl_attention.api.block_masks import create_block_mask
@@ -45,8 +46,17 @@ __all__ = [
 ]
 
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a program decides where lines go
+_MODULES = "block_masks", "distributed", "hf", "mask_picture", "torch_backend"
+
+
 def __getattr__(name: str) -> ModuleType:
     """Import a public module at its first use: `import tl_attention` alone needs only torch and takes little time."""
-    if name in ("block_masks", "distributed", "hf", "mask_picture", "torch_backend"):
+    if name in _MODULES:
         return importlib.import_module(f"tl_attention.{name}")
     raise AttributeError(f"module 'tl_attention' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Public names, and those of the module itself."""
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

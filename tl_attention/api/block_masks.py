@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -31,18 +31,25 @@ from tl_attention.tracing.captures import Captures, versions
 from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
 from tl_attention.tracing.program_values import program_values
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from tl_attention.api.flex import MaskMod
+
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
 MAX_CACHED = 64
 _lock = threading.Lock()  # for the oldest of _cached to be one that is there
 
-_cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
+_cached: dict[
+    tuple[Any, ...], tuple[tuple[torch.Tensor | None, ...], tuple[Any, ...]]
+] = {}  # lists and their versions
 _made: weakref.WeakKeyDictionary[Any, tuple[Origin, ListsState]] = weakref.WeakKeyDictionary()
 
 
 @torch._disable_dynamo
 def create_block_mask(
-    mask_mod: Callable,
+    mask_mod: MaskMod,
     B: int | None,
     H: int | None,
     Q_LEN: int,
@@ -53,7 +60,7 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
-) -> Any:
+) -> BlockMask:
     """Create the BlockMask of a mask_mod: parameters, their order and the result are those of torch's create_block_mask.
 
     Blocks are classified by bounds of the traced mask_mod, so memory grows with the number of blocks, not of elements. Causal masks,
@@ -97,11 +104,11 @@ class Origin(NamedTuple):
         key: everything that mask_mod captured then, by Captures; None if that cannot be compared.
     """
 
-    mask_mod: Callable
-    key: tuple | None
+    mask_mod: Callable[..., Any]
+    key: tuple[Any, ...] | None
 
 
-def origin_of_lists(block_mask: Any) -> Origin | None:
+def origin_of_lists(block_mask: BlockMask) -> Origin | None:
     """Origin of the lists of a BlockMask that were made here; None if they were not, or have changed since."""
     origin, lists = _made.get(block_mask, (None, None))
     return origin if lists is not None and lists.are_in(block_mask) else None
@@ -110,11 +117,14 @@ def origin_of_lists(block_mask: Any) -> Origin | None:
 class ListsState:
     """Lists by queries of a BlockMask, and how often each was changed in place; PyTorch counts no changes of inference tensors."""
 
-    def __init__(self, block_mask: Any):
+    tensors: list[torch.Tensor | None]
+    versions: tuple[int | None, ...]
+
+    def __init__(self, block_mask: BlockMask):
         self.tensors = [getattr(block_mask, name) for name in LISTS]
         self.versions = versions(self.tensors)
 
-    def are_in(self, block_mask: Any) -> bool:
+    def are_in(self, block_mask: BlockMask) -> bool:
         """True if the block mask has these lists, without a change since."""
         partial_numbers, partial, full_numbers, full = self.tensors
         return (
@@ -126,7 +136,7 @@ class ListsState:
         )
 
 
-def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
+def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
     trace, block_mask_class = _tools()
     captures = Captures.of(mask_mod)
     key, stream = None, stream_of(blocks.device)
@@ -160,7 +170,7 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
 
 
 @functools.cache
-def _tools() -> tuple[Callable, type]:
+def _tools() -> tuple[Callable[..., Any], type[Any]]:
     """trace.trace and BlockMask, imported at the first call: the tools of torch that they need take time to import."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -269,7 +279,7 @@ def causal(
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-) -> Any:
+) -> BlockMask:
     """BlockMask of `q_idx >= kv_idx`: the diagonal is top-left if lengths differ.
 
     This constructor and the following ones evaluate no mask_mod and never wait for the GPU. Each result has its function as `.mask_mod`,
@@ -294,7 +304,7 @@ def sliding_window(
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-) -> Any:
+) -> BlockMask:
     """BlockMask of a window around each query, top-left aligned: `-right <= q_idx - kv_idx <= left`.
 
     Args:
@@ -321,7 +331,7 @@ def prefix_lm(
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-) -> Any:
+) -> BlockMask:
     """BlockMask of a prefix that all queries see, and a causal mask after it: `(kv_idx < prefix) | (q_idx >= kv_idx)`.
 
     Args:
@@ -356,7 +366,7 @@ def documents(
     *,
     causal: bool = True,
     block_size: int | tuple[int, int] = 128,
-) -> Any:
+) -> BlockMask:
     """BlockMask of packed documents: a query sees the keys of its document, and with `causal` only those up to its own.
 
     Args:
@@ -383,7 +393,7 @@ def dilated(
     causal: bool = True,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-) -> Any:
+) -> BlockMask:
     """BlockMask of every `dilation`-th key, counted from the query's own; with `causal` only keys up to it."""
     check_count("dilation", dilation, 1)
     expect_bool("causal", causal)
@@ -402,7 +412,7 @@ def block_diagonal(
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
-) -> Any:
+) -> BlockMask:
     """BlockMask of chunks of `size` positions that see themselves: `q_idx // size == kv_idx // size`."""
     check_count("size", size, 1)
 
@@ -414,13 +424,13 @@ def block_diagonal(
 
 @torch._disable_dynamo
 def _bounded(
-    mask_mod: Callable,
+    mask_mod: Callable[..., Any],
     batch: int | None,
     seqlen_q: int,
     seqlen_k: int,
     device: torch.device | str | None,
     block_size: int | tuple[int, int],
-) -> Any:
+) -> BlockMask:
     """BlockMask from bounds alone: undecided blocks are listed as partial."""
     names = {"Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k", "BLOCK_SIZE": "block_size"}
     try:

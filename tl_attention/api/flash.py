@@ -4,7 +4,7 @@ Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] for pa
 is: softmax_scale, softcap, ALiBi, masks, softmax (the sink is one of its scores), dropout. The diagonal of query i is key
 i + seqlen_k - seqlen_q (bottom-right alignment); positions and lengths count within a sequence.
 
-Parameters of all functions:
+The entries below are those of all functions: complete() puts them into the docstring of each one that takes the option.
 
 Args:
     softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with log2(e) and the lowest row max, -1e20,
@@ -27,10 +27,9 @@ Args:
     precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
         Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
-    num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem. Only in flash_attn_func and
-        flash_attn_varlen_func.
-    check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. Only in functions of
-        packed sequences. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call. See checks/lengths.py.
+    num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem.
+    check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. IndexError says which
+        value is wrong. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call.
 Returns:
     out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
     softmax_lse is [batch, heads, seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that sees no key has
@@ -38,26 +37,29 @@ Returns:
     second derivative.
 Raises:
     TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
-    IndexError: with check_lengths, which value is wrong.
 Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from tl_attention.api.flex import attend_by_functions
+from tl_attention.api.docstrings import complete
+from tl_attention.api.flex import MaskMod, ScoreMod, attend_by_functions
 from tl_attention.api.paged import attend_packed
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_packed, expect_bool
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
+from tl_attention.problem.attn_problem import Precision
 from tl_attention.problem.request import Request, new_request
 from tl_attention.torch_ops.attend import attend
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
@@ -108,11 +110,11 @@ def flash_attn_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     num_splits: int = 0,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
-    block_mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
     attn_bias: torch.Tensor | None = None,
     **unknown: NoReturn,
 ) -> Output:
@@ -125,8 +127,6 @@ def flash_attn_func(
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             q, k and v may have any strides with a contiguous last dimension; mha_fwd_interface says which are copied.
         score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be off.
-
-    Options, result and errors: see the docstring of tl_attention.flash.
     """
     if unknown:
         raise unknown_keyword(flash_attn_func, unknown)
@@ -154,15 +154,13 @@ def flash_attn_qkvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
 
     Args:
         qkv: [batch, seqlen, 3, heads, head_dim], any strides with a contiguous last dimension.
-
-    Options, result and errors: see the docstring of tl_attention.flash.
     """
     if unknown:
         raise unknown_keyword(flash_attn_qkvpacked_func, unknown)
@@ -192,7 +190,7 @@ def flash_attn_kvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of k and v packed in one tensor, which gets one gradient.
@@ -200,8 +198,6 @@ def flash_attn_kvpacked_func(
     Args:
         q: [batch, seqlen_q, heads, head_dim].
         kv: [batch, seqlen_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
-
-    Options, result and errors: see the docstring of tl_attention.flash.
     """
     if unknown:
         raise unknown_keyword(flash_attn_kvpacked_func, unknown)
@@ -239,13 +235,15 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     num_splits: int = 0,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func per sequence of a batch of packed sequences.
+
+    Rows past the last sequence are not read; their out and gradients are 0, their softmax_lse is -inf.
 
     Args:
         q: [total_q, heads, head_dim].
@@ -267,9 +265,7 @@ def flash_attn_varlen_func(
         out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no memory with q, k and v. It is
             written and returned; gradients and vmap are refused. None: a new tensor.
 
-    Rows past the last sequence are not read; their out and gradients are 0, their softmax_lse is -inf.
-    Options, result and errors: see the docstring of tl_attention.flash.
-    """
+    Rows past the last sequence are not read; their out and gradients are 0, their softmax_lse is -inf."""
     if unknown:
         raise unknown_keyword(flash_attn_varlen_func, unknown)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
@@ -303,7 +299,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     check_lengths: bool = False,
     **unknown: NoReturn,
 ) -> Output:
@@ -312,8 +308,6 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: [total, 3, heads, head_dim], any strides with a contiguous last dimension.
         cu_seqlens, max_seqlen: as in flash_attn_varlen_func.
-
-    Options, result and errors: see the docstring of tl_attention.flash.
     """
     if unknown:
         raise unknown_keyword(flash_attn_varlen_qkvpacked_func, unknown)
@@ -349,7 +343,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     check_lengths: bool = False,
     **unknown: NoReturn,
 ) -> Output:
@@ -359,8 +353,6 @@ def flash_attn_varlen_kvpacked_func(
         q: [total_q, heads, head_dim].
         kv: [total_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in flash_attn_varlen_func.
-
-    Options, result and errors: see the docstring of tl_attention.flash.
     """
     if unknown:
         raise unknown_keyword(flash_attn_varlen_kvpacked_func, unknown)
@@ -376,3 +368,14 @@ def flash_attn_varlen_kvpacked_func(
         return _attend(request, return_attn_probs)
     except ARGUMENT_ERRORS as error:
         raise _KV_NAMES.of(error) from None
+
+
+complete(
+    __doc__,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+)

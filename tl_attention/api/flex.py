@@ -6,13 +6,14 @@ All that follows from the functions of a call and the metadata of its tensors is
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,6 +52,7 @@ from tl_attention.checks.flex import (
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
+from tl_attention.problem.attn_problem import Precision
 from tl_attention.problem.options import MAX_SCALE, options_of_parts, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.problem.request import Functions, Request, new_request
@@ -62,7 +64,13 @@ from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, rec
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+LOG = logging.getLogger(__name__)
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @torch._disable_dynamo
@@ -70,20 +78,20 @@ def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable | None = None,
-    block_mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: None = None,
     *,
-    return_aux: Any = None,
-    mask_mod: Callable | None = None,
+    return_aux: AuxRequest | None = None,
+    mask_mod: MaskMod | None = None,
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
-    precision: str | None = None,
+    precision: Precision | None = None,
     **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, Any]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
     A function is traced once, as by torch.compile, into scalar operations that the kernels evaluate for each score; docs/flex.md lists
@@ -93,8 +101,9 @@ def flex_attention(
 
     Args:
         query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; head_dim at most 256.
-        key: [batch or 1, heads_kv, seqlen_k, head_dim]. value: [batch or 1, heads_kv, seqlen_k, head_dim_v]; head_dim_v at most 256. If it
-            is larger than head_dim, query and key are copied, with zeros up to its width.
+        key: [batch or 1, heads_kv, seqlen_k, head_dim].
+        value: [batch or 1, heads_kv, seqlen_k, head_dim_v]; head_dim_v at most 256. If it is larger than head_dim, query and key are
+            copied, with zeros up to its width.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> new score, on 0-d tensors: the scaled score in fp32, and int32 indices of
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
             -1e20 hides its key.
@@ -111,7 +120,8 @@ def flex_attention(
         deterministic: bitwise equal gradients from run to run; torch.use_deterministic_algorithms(True) sets it, too. Gradients of
             captured tensors are then exact sums, whose workspace takes 128 bytes per element.
         precision: of products of fp32 tensors, "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only with fp32
-            tensors; see flash.py. Gradients of head dims above 128 need "medium", but for functions that are options.
+            tensors; docs/numerics.md has measured errors. Gradients of head dims above 128 need "medium", but for functions that are
+            options.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
@@ -247,7 +257,7 @@ def _check_shards(shards: Shards, q: torch.Tensor, k: torch.Tensor, functions: F
                 )
 
 
-def _reads(function: Callable | None, is_score: bool) -> tuple[frozenset[str], bool]:
+def _reads(function: Callable[..., Any] | None, is_score: bool) -> tuple[frozenset[str], bool]:
     """(leaves that a function reads, True if it captures tensors)."""
     captures = Captures.of(function)
     if captures is not None and captures.tensors:
@@ -312,11 +322,13 @@ class _Prepared(NamedTuple):
 
 
 MAX_PREPARED = 2048  # signatures of calls
-_known_reads: dict[tuple, tuple[frozenset[str], bool]] = {}
-_prepared: dict[tuple, _Prepared] = {}
+_known_reads: dict[tuple[Any, ...], tuple[frozenset[str], bool]] = {}
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
 
 
-def _key(request: Request, differentiate: bool) -> tuple[tuple | None, Captures | None, KeptMask | None]:
+def _key(
+    request: Request, differentiate: bool
+) -> tuple[tuple[Any, ...] | None, Captures | None, KeptMask | None]:
     """(key, captures, mask) of a call: key of its _Prepared, or None; captures of its functions; KeptMask of its block mask.
 
     The key holds all that _prepare() reads, so a known key has passed the checks. It keeps no tensor alive.
@@ -369,8 +381,9 @@ def _prepare(request: Request, differentiate: bool, captures: Captures | None) -
     if block_mask is None or kept_mask(block_mask).follow(mask_mod):
         batch, heads, seqlen_q, _ = query.shape
         options = recognized(call, seqlen_q, key.shape[2])
-        if options is not None and os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-            _report(str(call.program), str(options.of(call, batch, heads, query.device)))
+        prints = os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1"
+        if options is not None and (prints or LOG.isEnabledFor(logging.DEBUG)):
+            _report(str(call.program), str(options.of(call, batch, heads, query.device)), prints)
     is_kept = slots is not None and None not in slots
     kept_slots, tables = slots if is_kept else None, by_distance(call.program)
     return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
@@ -440,7 +453,7 @@ class _Shapes(torch.autograd.Function):
         return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
         check_order("flex_attention", dout, dlse)
         (q,) = ctx.saved_tensors
         asked = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
@@ -468,12 +481,12 @@ def _with_options(request: Request, options: BuiltinOptions) -> tuple[torch.Tens
 
 
 @functools.cache
-def _report(functions: str, options: str) -> None:
-    """Print once which options replace the functions."""
-    print(
-        f"tl_attention: flex_attention {functions or 'without functions'} -> {options} (recognized)",
-        file=sys.stderr,
-    )
+def _report(functions: str, options: str, prints: bool) -> None:
+    """Log, and print if asked, once which options replace the functions."""
+    line = f"flex_attention {functions or 'without functions'} -> {options} (recognized)"
+    LOG.debug(line)
+    if prints:
+        print(f"tl_attention: {line}", file=sys.stderr)
 
 
 @functools.cache
@@ -488,7 +501,9 @@ class _Flex(torch.autograd.Function):
     """Differentiable launch on a GPU, or reference on the CPU."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, layout: tuple, parts: int, *inputs: torch.Tensor) -> tuple:
+    def forward(
+        ctx: Any, call: Call, layout: tuple[Any, ...], parts: int, *inputs: torch.Tensor
+    ) -> tuple[Any, ...]:
         """inputs: q, k, v, captured tensors. layout, parts: as in _forward()."""
         q, k, v, *_ = inputs
         out, lse = _forward(call, layout, parts, q, k, v)
@@ -498,7 +513,7 @@ class _Flex(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
         program, numbers, blocks, layout, parts = ctx.asked
         scale, _, _, heads_first, deterministic = layout

@@ -24,7 +24,7 @@ MAX_LISTS = 8  # of one mask, for other batches and heads
 MAX_COMPARED = 64  # functions that the lists of one mask were compared with
 MAX_TOKENS = 1024
 _kept: weakref.WeakKeyDictionary[Any, KeptMask] = weakref.WeakKeyDictionary()
-_tokens: dict[tuple, int] = {}
+_tokens: dict[tuple[Any, ...], int] = {}
 _numbers = itertools.count(2)  # True and False are 1 and 0
 
 
@@ -36,6 +36,8 @@ class KeptMask:
         in_graphs: lists that CUDA graphs read at each replay, whatever has replaced them here since.
     """
 
+    facts: tuple[Any, ...]
+
     def __init__(self, block_mask: Any, in_graphs: list[BlockLists]):
         self.in_graphs = in_graphs
         self._state = ListsState(block_mask)
@@ -46,7 +48,9 @@ class KeptMask:
         tensors = [x if x is None else (type(x), x.shape, x.dtype, x.device) for x in self._state.tensors]
         self.facts = self._size, self._lengths, *tensors
         self._made: dict[tuple[int, int], tuple[int, BlockLists]] = {}
-        self._compared: dict[tuple, bool] = {}  # key of a mask_mod -> True if the lists are those of it
+        self._compared: dict[
+            tuple[Any, ...], bool
+        ] = {}  # key of a mask_mod -> True if the lists are those of it
 
     def is_of(self, block_mask: Any) -> bool:
         """True if the lists are those of the block mask, without a change since."""
@@ -57,7 +61,7 @@ class KeptMask:
             and self._pointers == _pointers(self._state.tensors)
         )
 
-    def follow(self, mask_mod: Callable) -> bool:
+    def follow(self, mask_mod: Callable[..., Any]) -> bool:
         """True if the lists are those of a mask_mod, so that it alone says what is hidden.
 
         Lists that were made here are those of their mask_mod as long as what it captures is what it was then. Others are compared with
@@ -81,13 +85,13 @@ class KeptMask:
             self._compared[captures.key] = found
         return found
 
-    def origin(self, mask_mod: Callable) -> int | bool | None:
+    def origin(self, mask_mod: Callable[..., Any]) -> int | bool | None:
         """Part of the key of a call that, beside what its functions capture, decides follow()."""
         if self._origin is None:
             return self.follow(mask_mod)
         return self._token if mask_mod is self._origin.mask_mod else None
 
-    def _agree_with(self, mask_mod: Callable) -> bool:
+    def _agree_with(self, mask_mod: Callable[..., Any]) -> bool:
         """True if the lists show what a mask of q_idx - kv_idx alone shows; False for another mask."""
         # Here, as the tools of torch that it needs take time to import
         from tl_attention.tracing.trace import trace
@@ -131,7 +135,7 @@ class KeptMask:
             self.in_graphs.append(used)
 
 
-def _token(key: tuple | None) -> int | None:
+def _token(key: tuple[Any, ...] | None) -> int | None:
     """Number of a key of captures: a short form of it, which is never that of another one."""
     if key is None:
         return None
@@ -145,7 +149,7 @@ def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
-def _place(x: torch.Tensor) -> tuple:
+def _place(x: torch.Tensor) -> tuple[Any, ...]:
     """Address and layout in memory, which show a replaced .data: the version of the tensor does not."""
     return x.data_ptr(), x.shape, x.stride()
 
@@ -190,6 +194,8 @@ class MaskState:
 
     It keeps no tensor alive.
     """
+
+    is_visible: bool
 
     def __init__(self, call: Call):
         self._program, of_tensors, of_numbers = _of_mask(call.program)

@@ -21,12 +21,19 @@ from tl_attention.checks.common import (
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
 from tl_attention.checks.keywords import unknown_keyword
-from tl_attention.problem.attn_problem import MAX_HEAD_DIM
+from tl_attention.problem.attn_problem import MAX_HEAD_DIM, Precision
 from tl_attention.problem.options import Options
 from tl_attention.problem.request import new_request
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.ops import attention_backward, in_bf16, scale_of
+
+# (q, k, v) -> (out, lse), and (do, q, k, v, out, lse) -> (dq, dk, dv)
+ForwardKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+BackwardKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+]
 
 
 def mha_fwd_interface(
@@ -37,9 +44,9 @@ def mha_fwd_interface(
     is_causal: bool = False,
     return_kernel: bool = False,
     *,
-    precision: str | None = None,
+    precision: Precision | None = None,
     **unknown: NoReturn,
-) -> tuple[torch.Tensor, torch.Tensor] | Callable:
+) -> tuple[torch.Tensor, torch.Tensor] | ForwardKernel:
     """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp per row in BASE 2.
 
     Args:
@@ -54,7 +61,7 @@ def mha_fwd_interface(
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
         return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.
         precision: that of products of fp32 tensors: "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only
-            with fp32 tensors; see flash.py.
+            with fp32 tensors; docs/numerics.md has measured errors.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
         2 ** (score * sm_scale * log2 e); multiply by ln 2 for the natural log. A query that sees no key has out 0 and lse -inf.
@@ -76,7 +83,7 @@ def mha_fwd_interface(
 
 def _kernel_like(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool, parts: int
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+) -> ForwardKernel:
     """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
     scale = scale_of(q, sm_scale)
     run = _attend_base2
@@ -140,9 +147,9 @@ def mha_bwd_interface(
     deterministic: bool = False,
     return_kernel: bool = False,
     *,
-    precision: str | None = None,
+    precision: Precision | None = None,
     **unknown: NoReturn,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | BackwardKernel:
     """Gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
 
     Args:
@@ -197,7 +204,12 @@ def ref_mha_bwd_interface(
 
 
 def fp32_workspace_bytes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str | None = None, *, backward: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    precision: Precision | None = None,
+    *,
+    backward: bool = False,
 ) -> int:
     """Workspace of a call with fp32 tensors, in bytes: the bf16 parts of k and v that it allocates on a GPU while it runs.
 

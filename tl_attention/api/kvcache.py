@@ -8,6 +8,8 @@ from typing import NoReturn
 import torch
 
 from tl_attention import launch
+from tl_attention.api import flash
+from tl_attention.api.docstrings import complete
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_device, check_options, check_window, expect_bool, expect_scale
 from tl_attention.checks.keywords import unknown_keyword
@@ -107,7 +109,6 @@ def flash_attn_with_kvcache(
         cache_leftpad: [batch], int32: rows of left padding. Not with block_table.
         block_table: [batch, pages per sequence], int32: page i of a sequence holds its rows from i * page_size on. Entries beyond the
             rows in use are not read.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink: see flash.py.
         rotary_interleaved: rotate the column pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
         num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. Not with
             batch_invariant.
@@ -196,6 +197,9 @@ def flash_attn_with_kvcache(
     arguments = scale_of(q, softmax_scale), causal, options, num_splits, batch_invariant, workspace
     out, lse = _decode_by_op(q, cache, *arguments) if traced else _decode(q, cache, *arguments, handle)
     return (out, lse) if return_softmax_lse else out
+
+
+complete(flash.__doc__, flash_attn_with_kvcache)
 
 
 def kvcache_workspace_bytes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,13 +13,16 @@ from tl_attention.checks.masks import check_count
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL
 from tl_attention.launch.block_lists import block_states as states_of_lists
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 SIGNS = {HIDDEN: "·", PARTIAL: "▒", FULL: "█"}
 COLORS = {HIDDEN: "#f2f2f2", PARTIAL: "#f2b35e", FULL: "#2f5d8a"}
 WORDS = {HIDDEN: "hidden", PARTIAL: "partial", FULL: "full"}
 MAX_SIGNS = 64  # per row or column of a text picture
 
 
-def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor:
+def block_states(block_mask: BlockMask, batch: int = 0, head: int = 0) -> torch.Tensor:
     """State per block of one batch entry and head: uint8 [rows, columns], 0 hidden, 1 partial, 2 full.
 
     Raises:
@@ -42,7 +45,7 @@ def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor
     return states_of_lists(*one, key_blocks)[0, 0].to(torch.uint8)
 
 
-def picture(block_mask: Any, batch: int = 0, head: int = 0) -> str:
+def picture(block_mask: BlockMask, batch: int = 0, head: int = 0) -> str:
     """Text with a sign per block: █ full, ▒ partial, · hidden; queries go down, keys to the right.
 
     If a mask has more than 64 blocks per row or column, a sign stands for several blocks: ▒ unless they all have one state.
@@ -64,7 +67,7 @@ def picture(block_mask: Any, batch: int = 0, head: int = 0) -> str:
     return "\n".join(lines)
 
 
-def save_picture(block_mask: Any, path: str | os.PathLike, batch: int = 0, head: int = 0) -> None:
+def save_picture(block_mask: BlockMask, path: str | os.PathLike[str], batch: int = 0, head: int = 0) -> None:
     """Write an image of one batch entry and head of a block mask.
 
     Args:
@@ -101,7 +104,7 @@ def save_picture(block_mask: Any, path: str | os.PathLike, batch: int = 0, head:
     figure.savefig(path, dpi=150)
 
 
-def _summary(block_mask: Any, states: torch.Tensor) -> str:
+def _summary(block_mask: BlockMask, states: torch.Tensor) -> str:
     """Lengths, block size and the share of blocks per state."""
     count = max(states.numel(), 1)
     shares = ", ".join(

@@ -59,7 +59,7 @@ def check_aux(return_aux: Any, return_lse: bool) -> None:
         )
 
 
-def check_function(name: str, function: Callable | None) -> None:
+def check_function(name: str, function: Callable[..., Any] | None) -> None:
     if function is not None and not callable(function):
         hint = ""
         if isinstance(function, torch.Tensor):
@@ -173,7 +173,7 @@ def check_group(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> None:
 
 
 def check_block_mask(
-    block_mask: Any, mask_mod: Callable | None, q: torch.Tensor, k: torch.Tensor, names: Names
+    block_mask: Any, mask_mod: Callable[..., Any] | None, q: torch.Tensor, k: torch.Tensor, names: Names
 ) -> None:
     """Check a BlockMask of PyTorch, q and k [batch, heads, seqlen, head_dim]."""
     if mask_mod is not None:

@@ -25,6 +25,8 @@ class Renaming:
         names: name in the message -> name in the public function.
     """
 
+    pattern: re.Pattern[str]
+
     def __init__(self, names: dict[str, str]):
         self.names = names
         # Compiled here, and split without a callback: torch.compile of torch 2.11 can trace no other use of re

@@ -29,6 +29,7 @@ from tl_attention.compilation.store import Kernel
 from tl_attention.config.kernel_configs import KernelConfig
 from tl_attention.problem.attn_problem import AttnProblem
 
+LOG = logging.getLogger(__name__)
 TICK = 0.1  # seconds between checks of kernels that another process builds
 BUILD_LIMIT = 1800  # seconds of a builder per kernel, which takes some 10 s of a core
 # Errors of a builder that the stand-in for torch cannot cause: those of nvcc and of files
@@ -99,6 +100,8 @@ def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
     """
     with _ahead_lock:
         started = _start_ahead(kernels)
+    if started:
+        LOG.debug("building %s meanwhile, %s", _described(started), purpose)
     if started and not is_quiet():
         sys.stderr.write(
             f"tl_attention: building {_described(started)} meanwhile, {purpose}; TL_ATTENTION_QUIET=1 hides this line\n"
@@ -169,6 +172,7 @@ class _Notice:
         """
         seconds = int(time.monotonic() - self.begin)
         if not self.started:
+            LOG.debug("building %s%s", self.what, self.where)
             self.started = True
             does = f"building {self.what}, once per machine"
             if elsewhere:
@@ -186,6 +190,7 @@ class _Notice:
     def end(self) -> None:
         if self.started:
             seconds = time.monotonic() - self.begin
+            LOG.debug("built %s in %.1f s", self.what, seconds)
             back = "\r" if self.shown else ""
             self._write(f"{back}tl_attention: {_count(self.total)} built in {seconds:.0f} s\n")
 

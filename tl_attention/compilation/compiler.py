@@ -108,7 +108,7 @@ def _parse_functions_once() -> None:
 
     translate, known = builder.mutate, {}
 
-    def translate_once(function: Callable) -> Any:
+    def translate_once(function: Callable[..., Any]) -> Any:
         code = function.__code__
         key = code.co_filename, code
         if key not in known:

@@ -62,7 +62,7 @@ REPORT_FIELDS = (
 SCRIPT_WORDS = {*keyword.kwlist, "I", "T", "main", "metadata", "Module", "range"}
 
 # Kernel name -> known faults of a kernel that ships nevertheless; each makes it slow, not wrong
-KNOWN_FAULTS = {
+KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     # Without the spill, at register usage level 3, its steps have 3 % more instructions (nvcc 13.0.88)
     "bf16 d128 full window dropout, dq+dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 4",),
     # One register of each consumer warpgroup, stored and loaded once per tile. At register usage levels 0 and 3 none, with 4 % more

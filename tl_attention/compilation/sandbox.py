@@ -54,6 +54,8 @@ class Failure(Exception):
         raised: names of the class of the exception that the call raised and of its bases; empty if it raised none.
     """
 
+    raised: tuple[str, ...]
+
     def __init__(self, text: str, raised: Sequence[str] = ()):
         super().__init__(text)
         self.raised = tuple(raised)
@@ -74,6 +76,15 @@ class Sandbox:
         torchless: a fresh subprocess has the stand-in of torchless.py for torch, and of this package only the modules that a call
             needs. It may be changed between calls, for the next subprocess.
     """
+
+    prepare: Callable[[], None]
+    fresh: bool
+    inherits: Sequence[int]
+    torchless: bool
+    stopped: bool
+    limit_s: float
+    end_by: float
+    pipe: Connection
 
     def __init__(
         self,
@@ -240,7 +251,9 @@ def serve_interpreter(pipe_number: int) -> None:
     _serve(pipe, calls.get)
 
 
-def _prepare_and_call(prepare: Callable[[], None], function: Callable[..., Any], args: tuple) -> Any:
+def _prepare_and_call(
+    prepare: Callable[[], None], function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     prepare()
     return function(*args)
 
@@ -259,7 +272,7 @@ def _serve_forked(pipe: Connection, prepare: Callable[[], None], environment: di
     _serve(pipe, calls.__next__)
 
 
-def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tuple]]) -> None:
+def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
     """Answer calls until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -274,6 +287,9 @@ def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tup
 
 class Sandboxes:
     """Several sandboxes that share the calls of a map; default one per CPU of this process."""
+
+    all: list[Sandbox]
+    threads: ThreadPoolExecutor
 
     def __init__(self, count: int | None, prepare: Callable[[], None], fresh: bool = False):
         count = count or len(os.sched_getaffinity(0))
@@ -304,17 +320,17 @@ class Sandboxes:
     def map(
         self,
         function: Callable[..., Any],
-        calls: Iterable[tuple],
+        calls: Iterable[tuple[Any, ...]],
         limit_s: float,
         begin_by: float = math.inf,
         end_by: float = math.inf,
-    ) -> Iterator[tuple[tuple, Any]]:
+    ) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """(args, result or Failure) of each call as it ends, without the calls that do not begin by begin_by (time.monotonic).
 
         A call has limit_s seconds, or the time left until end_by when it begins, but at least GRACE.
         """
 
-        def run(args: tuple) -> list[tuple[tuple, Any]]:
+        def run(args: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
             if time.monotonic() > begin_by:
                 return []
             try:

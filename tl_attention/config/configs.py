@@ -34,7 +34,7 @@ from tl_attention.problem.target import DEFAULT_GPU, gpu_slug
 
 # Sections of a tuned table that serve a direction, best first
 PACKAGE = Path(__file__).parents[1]
-SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
+SECTIONS: dict[str, tuple[str, ...]] = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
 # Fields that an entry of `tiles` in a search line sets, in order; an entry may have only the first of them
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
 SHARED_HEADS = "shared"  # in the name of a bucket: more query heads than key heads

@@ -72,6 +72,10 @@ NOTHING_GIVEN = Given()
 class Attend:
     """Prepared call of attention: everything that follows from shapes and options, not from values of tensors."""
 
+    rows: slice
+    key_rows: slice
+    whole: tuple[tuple[int, int], tuple[int, int]]
+
     def __init__(self, call: Call, scores: Scores, q: torch.Tensor):
         """q: [batch, rows, heads, head_dim]; only its metadata is used."""
         device = q.device

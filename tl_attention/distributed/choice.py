@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tl_attention.distributed.gather import needed_keys
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import Mask
 
-METHODS = ("auto", "ring", "gather")
+MethodName = Literal["auto", "ring", "gather"]
+METHODS: tuple[str, ...] = get_args(MethodName)
+LOG = logging.getLogger(__name__)
 RING_BYTES = 8 << 30  # if gathered keys and values took more, the ring is chosen
 
 
@@ -38,6 +41,7 @@ def choose(layout: Layout, mask: Mask, row_bytes: int) -> Choice:
     method = "ring" if most * row_bytes > RING_BYTES else "gather"
     reason = f"gathered keys and values take {most * row_bytes >> 20} MiB, ring from {RING_BYTES >> 20}"
     choice = Choice(method, reason)
+    LOG.debug("distributed over %d ranks -> %s (%s)", layout.world, method, reason)
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         print(
             f"tl_attention: distributed over {layout.world} ranks -> {choice.method} ({choice.reason})",

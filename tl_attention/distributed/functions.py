@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from tl_attention.api import flash
+from tl_attention.api.docstrings import complete
 from tl_attention.api.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks.common import (
     check_deterministic,
@@ -23,17 +25,17 @@ from tl_attention.checks.common import (
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.distributed import roll
 from tl_attention.distributed.calls import Given, Scores, Task
-from tl_attention.distributed.choice import METHODS, choose
+from tl_attention.distributed.choice import METHODS, MethodName, choose
 from tl_attention.distributed.gather import Gather
 from tl_attention.distributed.group import Group, Ranks, ranks_of
-from tl_attention.distributed.layout import Layout
+from tl_attention.distributed.layout import Layout, LayoutName
 from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.problem.options import as_stored, canonical_window, saveable
 from tl_attention.torch_ops.ops import check_device_or_warn, scale_of
 
-CLASSES = {"gather": Gather, "ring": Ring}
+CLASSES: dict[str, type[Gather] | type[Ring]] = {"gather": Gather, "ring": Ring}
 Method = Gather | Ring
 MAX_PREPARED = 1024  # prepared calls per group, as there is no bound on the number of different documents
 
@@ -57,10 +59,10 @@ def attention(
     rng_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     seqlen: int | None = None,
-    layout: str | Layout = "zigzag",
-    method: str = "auto",
+    layout: LayoutName | Layout = "zigzag",
+    method: MethodName = "auto",
     **unknown: NoReturn,
-) -> Output:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention of a sequence that the ranks of a group hold together. Results and gradients are those of one GPU.
 
     All ranks must call it with equal options, and all or none must run its backward. roll.py compares their calls, without waiting for a
@@ -71,17 +73,20 @@ def attention(
             [rows, heads, head_dim].
         k, v: as q, with heads_kv heads and, for v, head_dim_v columns; the same tokens as q.
         group: a ProcessGroup; a DeviceMesh of one dimension; None: all processes, or this one where torch.distributed is not initialized.
-        dropout_p: the dropout mask equals that of one GPU. Without rng_state the first rank draws the state for all.
-        learnable_sink: its gradient is that of this rank's queries. As with other parameters, the sum over the ranks is the whole gradient.
+        dropout_p: probability of dropping an attention weight, as in flash_attn_func. The dropout mask equals that of one GPU. Without
+            rng_state the first rank draws the state for all.
+        learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, as in flash_attn_func. Its gradient is that of this
+            rank's queries. As with other parameters, the sum over the ranks is the whole gradient.
         cu_seqlens: [documents + 1], cumulative lengths of all documents, the same on all ranks: a tensor on the CPU or a list. A document
             may be empty and may end at any token.
         seqlen: tokens of the whole sequence; None: world size times rows, for shards of equal length.
         layout: tokens of each rank: "zigzag", "contiguous", or the result of make_layout().
-        method: "gather"; "ring", for sequences whose gathered keys do not fit; "auto": one of them by the bytes of the keys, see choice.py.
+        method: "gather"; "ring", for sequences whose gathered keys do not fit; "auto": one of them by the bytes of the keys.
             TL_ATTENTION_PRINT_CONFIGS=1 prints the choice and the reason.
-
-    Other parameters, result and errors: see flash.py; softmax_lse is [batch, heads, rows], or [heads, rows].
-
+    Returns:
+        out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
+            softmax_lse is [batch, heads, rows], or [heads, rows] with cu_seqlens, fp32, natural log. As in flash_attn_func a query that
+            sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks.
     """
@@ -121,6 +126,9 @@ def attention(
     else:
         out, lse, _ = call.forward(q, k, v, Given(slopes, sink, rng_state))
     return (out, lse, None) if return_attn_probs else out
+
+
+complete(flash.__doc__, attention)
 
 
 class Asked(NamedTuple):
@@ -173,7 +181,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         slopes, sink, rng_state, out, *saved = ctx.saved_tensors
         given = Given(slopes, sink, rng_state)
         dq, dk, dv, dsink = ctx.call.backward(dout, dlse, out, saved, given)
@@ -370,7 +378,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     }
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple:
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple[Any, ...]:
     """Everything that a prepared call depends on."""
     return (
         q.shape, q.stride(), q.dtype, q.device, q.requires_grad,

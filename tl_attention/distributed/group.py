@@ -20,6 +20,9 @@ class Ranks:
     It keeps no group alive, so prepared calls end with their group.
     """
 
+    rank: int
+    world: int
+
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int):
         self._group, self.rank, self.world = None if group is None else weakref.ref(group), rank, world
 

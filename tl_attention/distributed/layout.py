@@ -7,12 +7,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 Range = tuple[int, int]  # start, stop
-NAMES = ("zigzag", "contiguous")
+LayoutName = Literal["zigzag", "contiguous"]
+NAMES: tuple[str, ...] = get_args(LayoutName)
 UNLIMITED = -1  # bound of a window
 # Balanced shards may differ in work by this share if that separates fewer keys from their queries
 BALANCE_SLACK = 0.01

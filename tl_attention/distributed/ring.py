@@ -146,6 +146,10 @@ class Ring:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
     """
 
+    rows: list[Rows]
+    counts: list[int]
+    there: list[Exchange]
+
     def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         layout, mask, ranks, scores, self._returns_lse = task
         steps = ring_plan(layout, ranks.rank, mask, scores.needs)

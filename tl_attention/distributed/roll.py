@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ class _Page:
         return True
 
 
-def gathered(ranks: Ranks, x: object, device: torch.device | None) -> list:
+def gathered(ranks: Ranks, x: object, device: torch.device | None) -> list[Any]:
     """Objects of all ranks, in order.
 
     Args:
@@ -148,6 +148,8 @@ class Known(NamedTuple):
 
 class Roll:
     """The roll of a group. All ranks of the group must create it together."""
+
+    sees_all: bool
 
     def __init__(self, ranks: Ranks, device: torch.device | None = None):
         """device: of this rank's tensors, if that is known."""
@@ -223,7 +225,7 @@ class Roll:
             self.enter(digest if sheet else digest | REFUSED, {digest: sheet}, wait=True)
         except (RuntimeError, ValueError) as found:
             error, mine = error or found, f"{type(found).__name__}: {found}" if sheet else mine
-        of_all: list = []
+        of_all: list[Any] = []
         # Ranks that know their arguments ask nobody
         if not self.sees_all and (ALWAYS or not self._some_know(self._number)):
             of_all = gathered(self._ranks, (mine, earlier), self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from tl_attention.distributed.group import Exchange, Group, Part, ranks_of
 from tl_attention.distributed.layout import (
     NAMES,
     Layout,
+    LayoutName,
     balanced_layout,
     document_positions,
     named_layout,
@@ -57,7 +59,7 @@ def documents_of(cu_seqlens: Lengths) -> tuple[int, ...] | None:
     return found
 
 
-def layout_of(layout: str | Layout, total: int, world: int) -> Layout:
+def layout_of(layout: LayoutName | Layout, total: int, world: int) -> Layout:
     """Layout by name, or the given one after a check that it fits these tokens and ranks."""
     if isinstance(layout, Layout):
         if layout.world != world or layout.total != total:
@@ -96,7 +98,7 @@ def make_layout(
     *,
     seqlen: int | None = None,
     cu_seqlens: Lengths = None,
-    layout: str = "balanced",
+    layout: LayoutName | Literal["balanced"] = "balanced",
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
 ) -> Layout:
@@ -132,7 +134,7 @@ def shard(
     *,
     dim: int = 0,
     cu_seqlens: Lengths = None,
-    layout: str | Layout = "zigzag",
+    layout: LayoutName | Layout = "zigzag",
 ) -> torch.Tensor:
     """Shard of a tensor that all ranks have whole: the tokens of this rank, on any device; differentiable.
 
@@ -154,7 +156,7 @@ def unshard(
     *,
     dim: int = 0,
     seqlen: int | None = None,
-    layout: str | Layout = "zigzag",
+    layout: LayoutName | Layout = "zigzag",
 ) -> torch.Tensor:
     """Tensor of all tokens from the shards of all ranks, which must call this function together. Not differentiable.
 
@@ -193,7 +195,7 @@ def positions(
     *,
     seqlen: int | None = None,
     cu_seqlens: Lengths = None,
-    layout: str | Layout = "zigzag",
+    layout: LayoutName | Layout = "zigzag",
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Positions of the tokens of this rank in their sequence or document, int64 [rows], for rotary embeddings.
@@ -210,7 +212,7 @@ def shard_cu_seqlens(
     cu_seqlens: torch.Tensor | Sequence[int],
     group: Group = None,
     *,
-    layout: str | Layout = "zigzag",
+    layout: LayoutName | Layout = "zigzag",
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Cumulative lengths of the parts of documents that this rank holds, int32 [parts + 1]; documents without a token here are left out.

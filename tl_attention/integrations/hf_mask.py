@@ -98,7 +98,7 @@ class Mask:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         raise _error(getattr(function, "__name__", "a function of torch"))
 

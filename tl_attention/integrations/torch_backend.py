@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -353,7 +355,7 @@ def sdpa_backward(
     return grads if heads_first else tuple(x.transpose(1, 2) for x in grads)
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": flash_forward,
     "_flash_attention_forward_no_dropout_inplace": flash_forward_inplace,
     "_flash_attention_backward": flash_backward,

@@ -10,6 +10,7 @@ backend to flash attention, go on to PyTorch's own kernel.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from tl_attention.problem.target import is_hopper
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.dense_bias import element
 
+LOG = logging.getLogger(__name__)
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 FLASH = int(SDPBackend.FLASH_ATTENTION)
 OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
@@ -33,7 +35,7 @@ SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
 
-def overrides() -> dict[str, Callable]:
+def overrides() -> dict[str, Callable[..., Any]]:
     """aten op -> its replacement, a function of (dispatch keys, arguments of the op) that passes unsupported calls to PyTorch's kernel.
 
     Empty without a GPU, or if this version of PyTorch cannot return its kernels.
@@ -105,7 +107,7 @@ def _four_dims(attn_bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def efficient_forward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -131,7 +133,7 @@ def efficient_forward(
 
 
 def efficient_backward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -159,7 +161,7 @@ def efficient_backward(
 
 
 def cudnn_forward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -185,7 +187,7 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    original: Callable,
+    original: Callable[..., Any],
     keys: Any,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -230,8 +232,9 @@ def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
-def _not_ours(result: tuple, seed: int) -> tuple:
+def _not_ours(result: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     """Result of a forward of PyTorch. Its seed becomes 0: without dropout it is memory that nobody has written, and may be OURS."""
+    LOG.debug("scaled_dot_product_attention -> PyTorch's own kernel")
     if result[seed].device.type == "cpu":
         result[seed].zero_()
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import math
 import os
 import sys
@@ -29,6 +30,7 @@ from tl_attention.problem.target import DTYPE_NAMES, sm_count
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
+LOG = logging.getLogger(__name__)
 MAX_GRID = 2**31 - 1  # CTAs per launch
 TABLE_NUMBERS = 8  # int32 per row of a tile table
 MAX_PLANS = 2048  # per thread and direction, and as many known calls: the number of lengths has no bound
@@ -152,8 +154,9 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         config, source = configs.pick_config(problem.served_as, bucket, gpu, direction)
     else:
         check_config(problem, config, legality.fault(problem, config, direction))
+    words = tuning_key(problem, bucket)
+    LOG.debug("%s %s -> %s (%s)", direction, words, config, source)
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-        words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
     return problem.compiled_as, config
 

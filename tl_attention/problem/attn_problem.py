@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tl_attention.problem.program import Program
 
@@ -22,11 +23,13 @@ class DType:
     parts: int = 0
 
 
-# Precision of fp32, as named by torch.set_float32_matmul_precision -> parts per element. With one part the bf16 kernels serve
-PRECISIONS = {"highest": 3, "high": 2, "medium": 1}
+# Precision of products of fp32 tensors, as named by torch.set_float32_matmul_precision
+Precision = Literal["highest", "high", "medium"]
+# -> parts per element. With one part the bf16 kernels serve
+PRECISIONS: dict[str, int] = {"highest": 3, "high": 2, "medium": 1}
 # Number of parts -> products (part of the left factor, part of the right one) that exceed the rounding error of the result, smallest
 # first, so that they are added while the sum is small
-PRODUCTS = {
+PRODUCTS: dict[int, tuple[tuple[int, int], ...]] = {
     1: ((0, 0),),
     2: ((1, 0), (0, 1), (0, 0)),
     3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
@@ -61,7 +64,10 @@ TILE_WIDTHS = (
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
 # Widths of fp32. The backward of three parts has none above 128: 64 rows of three parts of two tensors of 256 columns fill shared memory
 FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
-FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of parts
+FP32_BWD_WIDTHS: dict[int, tuple[tuple[int, int], ...]] = {
+    3: FP32_TILE_WIDTHS[:2],
+    2: FP32_TILE_WIDTHS,
+}  # by number of parts
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 # One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time

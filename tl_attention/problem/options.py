@@ -182,7 +182,7 @@ class Options:
         return rounded_length(max(self.max_seqlen_q, self.max_seqlen_k))
 
     @functools.cached_property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """Part of a launch plan's key, without the splits of packed sequences."""
         names = *self.names, self.parts, self.window_keys
         if self.varlen:
@@ -226,7 +226,7 @@ class Options:
             return self
         return replace(self, alibi_slopes=slopes[first : first + batch])
 
-    def arguments(self) -> tuple:
+    def arguments(self) -> tuple[Any, ...]:
         """Values of all fields in order, the last arguments of a torch op."""
         return tuple(getattr(self, name) for name in FIELDS)
 
@@ -319,7 +319,7 @@ class Cache:
     block_table: torch.Tensor | None = None
 
 
-def parse_arguments(arguments: Sequence) -> tuple[Call, Options | None]:
+def parse_arguments(arguments: Sequence[Any]) -> tuple[Call, Options | None]:
     """Arguments of an op after its tensors. Options are None if all are off."""
     return Call(*arguments[:PLAIN]), parse_options(*arguments[PLAIN:])
 
@@ -368,7 +368,7 @@ def saveable(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.clone() if x is not None and x.is_inference() else x
 
 
-def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager:
+def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which ops of torch write to these tensors: to those made in inference mode they do so in inference mode alone."""
     return torch.inference_mode() if any(x.is_inference() for x in tensors) else contextlib.nullcontext()
 

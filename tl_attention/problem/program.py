@@ -64,7 +64,7 @@ DECIDING_OPERAND = {
 } | dict.fromkeys(("div", "floor_divide", "remainder", "fmod"), 1)
 # See Program._positions: leaves, and signs of the operands of sums
 POSITIONS = {"query": (1, 0), "key": (0, 1)}
-LINES = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
+LINES: dict[str, tuple[int, ...]] = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
 FUNCTION = (0, 0, 0)
 
 
@@ -149,7 +149,7 @@ class Program:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, x.name) for x in fields(self)))
 
-    def __reduce__(self) -> tuple:  # without the cached hash, which differs between processes
+    def __reduce__(self) -> tuple[Any, ...]:  # without the cached hash, which differs between processes
         return Program, tuple(getattr(self, x.name) for x in fields(self))
 
     @functools.cached_property

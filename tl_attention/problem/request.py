@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]
+from tl_attention.problem.attn_problem import Precision
+
+Functions = tuple[Callable[..., Any] | None, Callable[..., Any] | None, Any, torch.Tensor | None]
 
 
 class Request(NamedTuple):
@@ -30,7 +32,7 @@ class Request(NamedTuple):
     softmax_scale: float | None
     causal: bool
     deterministic: bool
-    precision: str | None
+    precision: Precision | None
     window_size: tuple[int | None, int | None]
     softcap: float
     dropout_p: float
@@ -38,7 +40,7 @@ class Request(NamedTuple):
     learnable_sink: torch.Tensor | None
     rng_state: torch.Tensor | None
     num_splits: int
-    lengths: tuple | None
+    lengths: tuple[Any, ...] | None
     heads_first: bool
     lse_base2: bool
     functions: Functions | None
@@ -56,7 +58,7 @@ def new_request(
     softmax_scale: float | None = None,
     causal: bool = False,
     deterministic: bool = False,
-    precision: str | None = None,
+    precision: Precision | None = None,
     window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -64,7 +66,7 @@ def new_request(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     num_splits: int = 0,
-    lengths: tuple | None = None,
+    lengths: tuple[Any, ...] | None = None,
     heads_first: bool = False,
     lse_base2: bool = False,
     functions: Functions | None = None,

@@ -32,8 +32,8 @@ class Function:
         ends: of documents.
     """
 
-    score_mod: Callable | None = None
-    mask_mod: Callable | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
     blocks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     learned: tuple[torch.Tensor, ...] = ()
@@ -145,9 +145,19 @@ def dense_bias(per_batch: bool) -> Callable[[Shape, torch.device], Function]:
     return made
 
 
-MASKS = {"causal": causal, "documents": documents, "prefix-lm": prefix_lm, "window": window}
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": causal,
+    "documents": documents,
+    "prefix-lm": prefix_lm,
+    "window": window,
+}
 BLOCK_MASKS = {"half": random_blocks(0.5), "tenth": random_blocks(0.9)}
-SCORES = {"softcap": softcap, "alibi": alibi, "relative": relative, "buckets": buckets}
+SCORES: dict[str, Callable[..., Any]] = {
+    "softcap": softcap,
+    "alibi": alibi,
+    "relative": relative,
+    "buckets": buckets,
+}
 BIASES = {"bias-of-heads": dense_bias(False), "bias-of-batch": dense_bias(True)}
 FUNCTIONS: dict[str, Callable[[Shape, torch.device], Function]] = MASKS | BLOCK_MASKS | SCORES | BIASES
 LISTED = "listed-"  # begins the names of random blocks by the share of them that is seen: listed-0.25

@@ -1,4 +1,4 @@
-"""The console script: tl-attention bench | tune | compile | pack | config | explain | manifest | support | doctor."""
+"""The console script: tl-attention bench | tune | compile | pack | cache | config | explain | manifest | support | doctor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,12 +31,15 @@ from tl_attention.problem.attn_problem import (
     tile_widths,
 )
 from tl_attention.problem.target import is_hopper
-from tl_attention.tools import doctor
+from tl_attention.tools import cache, doctor, text
 from tl_attention.tuning import question
 from tl_attention.version import __version__
 
 if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape
+
+
+WIDE = 400  # columns of a table in a pipe, which has them all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
     except SystemExit as fault:
         if isinstance(fault.code, str):
             named = (
@@ -73,16 +82,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
     _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
     packing.add_arguments(commands.add_parser("pack", **packing.HELP))
+    cache.add_arguments(commands.add_parser("cache", **cache.HELP))
     _add_config(commands.add_parser("config", **CONFIG))
     _add_explain(commands.add_parser("explain", **EXPLAIN))
     _add_manifest(commands.add_parser("manifest", **MANIFEST))
     command = commands.add_parser(
         "support", help="table of options, passes, dtypes and head dims with kernels"
     )
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print the table of docs/options.md")
+    form.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=support)
     command = commands.add_parser("doctor", help="what is installed, what is missing and what to do about it")
     command.add_argument("--strict", action="store_true", help="status 1 if something needed is missing")
-    command.set_defaults(run=lambda arguments: doctor.report(arguments.strict))
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=lambda arguments: doctor.report(arguments.strict, arguments.json))
     return parser
 
 
@@ -201,6 +215,7 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="of a kernel, 90s, 10m or 1h: a longer compilation is a failure; default: 5m",
     )
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=compile_kernels)
 
 
@@ -212,6 +227,7 @@ def _add_config(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=question.GPU_HELP,
     )
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=show_config)
 
 
@@ -324,10 +340,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     if not _has_rich("compile"):
         return 2
     from rich.console import Console
-    from rich.table import Table
 
     from tl_attention.tuning.progress import track
-    from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
+    from tl_attention.tuning.results import REPORT_COLUMNS, print_reports, report_cells
 
     if arguments.options:
         kernels = catalog.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
@@ -347,20 +362,24 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         raise SystemExit(
             f"tl-attention compile: expected words of a kernel, such as bf16 d128 dq; no kernel has all of: {words}"
         )
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    lines = Console(file=sys.stderr) if arguments.json else console
     built = track(
-        autotune.compile_all(kernels, arguments.jobs, limit=arguments.limit), len(kernels), "compile", console
+        autotune.compile_all(kernels, arguments.jobs, limit=arguments.limit), len(kernels), "compile", lines
     )
     results = {(problem, config): result for problem, config, result in built}
-    table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
-    faults = 0
+    rows, records, faults = [], [], 0
     for problem, config in kernels:
         result = results[problem, config]
         report = None if isinstance(result, autotune.Failure) else result
         fault = report.fault if report else str(result).strip().splitlines()[-1]
         faults += bool(fault)
-        table.add_row(str(problem), str(config), *report_cells(report), fault or "ok")
-    console.print(table)
+        rows.append((str(problem), str(config), *report_cells(report), fault or "ok"))
+        records.append({"problem": str(problem), "kernel": str(config), "report": report, "fault": fault})
+    if arguments.json:
+        print(text.as_json(records))
+    else:
+        print_reports(console, ("problem", "kernel", *REPORT_COLUMNS, "result"), rows)
     return 1 if faults else 0
 
 
@@ -384,11 +403,19 @@ def _serving(
 def show_config(arguments: argparse.Namespace) -> int:
     try:
         asked, gpu = question.parse(arguments.words), question.gpu_of(arguments.gpu)
-        for direction in arguments.directions:
-            for text in question.answer(asked, direction, gpu):
-                print(text)
+        answers = [
+            found for direction in arguments.directions for found in question.answer(asked, direction, gpu)
+        ]
     except ValueError as error:
         raise SystemExit(f"tl-attention config: {error}") from None
+    if arguments.json:
+        print(text.as_json(answers))
+        return 0
+    for found in answers:
+        first, *others = found.lines()
+        print(text.filled(first, rest="    "))
+        for line in others:
+            print(text.filled(line.strip(), first="  ", rest="      "))
     return 0
 
 
@@ -440,23 +467,40 @@ def _has_rich(command: str) -> bool:
 
 
 def support(arguments: argparse.Namespace) -> int:
-    """Print support_table()."""
-    print(support_table())
+    """Print support_rows()."""
+    rows = support_rows()
+    if arguments.json:
+        print(text.as_json(rows))
+        return 0
+    names = list(next(iter(rows.values())))
+    if arguments.markdown:
+        print(f"| option | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|", sep="\n")
+        for option, cells in rows.items():
+            print(f"| {option} | {' | '.join(cells.values())} |")
+        return 0
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for option, cells in rows.items():
+        alike.setdefault(tuple(cells.values()), []).append(option)
+    width = max(map(len, names)) + 4
+    for cells, options in alike.items():
+        print(text.filled(", ".join(options)))
+        for name, cell in zip(names, cells, strict=True):
+            print(text.filled(cell, f"  {name}".ljust(width), " " * width))
     return 0
 
 
-def support_table() -> str:
-    """In Markdown, the tile widths at which options and pages have kernels: what legality.fault says of their configs."""
+def support_rows() -> dict[str, dict[str, str]]:
+    """Per option and pass the tile widths at which options and pages have kernels: what legality.fault says of their configs."""
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
-    lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
+    rows = {}
     for options in (*((option,) for option in OPTIONS), OPTIONS):
-        cells = [_support(options, direction) for direction in names]
-        lines.append(f"| {'all at once' if options == OPTIONS else options[0]} | {' | '.join(cells)} |")
+        option = "all at once" if options == OPTIONS else options[0]
+        rows[option] = {name: _support(options, direction) for direction, name in names.items()}
     all_but_dropout = tuple(option for option in OPTIONS if option != "dropout")
-    lines.append(
-        f"| all but dropout, keys in pages | {_support(all_but_dropout, 'fwd', paged=True)} | none | none |"
-    )
-    return "\n".join(lines)
+    rows["all but dropout, keys in pages"] = dict.fromkeys(names.values(), "none") | {
+        names["fwd"]: _support(all_but_dropout, "fwd", paged=True)
+    }
+    return rows
 
 
 def _is_served(problem: AttnProblem, direction: str, paged: bool) -> bool:
@@ -476,8 +520,8 @@ def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> s
         problems = [AttnProblem(dtype.name, *width, False, options) for width in widths]
         served = [problem.width for problem in problems if _is_served(problem, direction, paged)]
         every = len(FP32_TILE_WIDTHS if problems[0].is_fp32 else problems)
-        text = "every width" if len(served) == every else ", ".join(served) or "none"
-        cells.setdefault(text, []).append(dtype.short)
+        words = "every width" if len(served) == every else ", ".join(served) or "none"
+        cells.setdefault(words, []).append(dtype.short)
     return "; ".join(f"{', '.join(dtypes)}: {widths}" for widths, dtypes in cells.items())
 
 

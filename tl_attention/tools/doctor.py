@@ -13,13 +13,14 @@ import torch
 from tl_attention.config import configs
 from tl_attention.problem.attn_problem import DIRECTIONS
 from tl_attention.problem.target import gpu_name, is_hopper
+from tl_attention.tools.text import as_json, filled
 
 PARTLY = "partly"  # there, and not all of it
 
 
-def report(strict: bool) -> int:
+def report(strict: bool, in_json: bool = False) -> int:
     """Print what is found and, for what is missing, what to do. Returns 1 if strict and something needed is missing."""
-    missing = 0
+    missing, found = 0, []
     for needed, name, find in CHECKS:
         needed = needed() if callable(needed) else needed
         try:
@@ -29,7 +30,12 @@ def report(strict: bool) -> int:
         if needed and not good:
             missing += 1
         state = "partial" if good is PARTLY else "ok" if good else "MISSING" if needed else "-"
-        print(f"{state:8}{name:13}{text}")
+        if in_json:
+            found.append({"name": name, "state": state, "needed": bool(needed), "text": text})
+        else:
+            print(filled(text, f"{state:8}{name:13}", " " * 21))
+    if in_json:
+        print(as_json(found))
     return 1 if missing and strict else 0
 
 

@@ -6,11 +6,15 @@ Placements may shard the batch and the heads, alike in q, k and v. Others would 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tl_attention.checks.common import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out, lse
 
@@ -39,6 +43,10 @@ class Shards:
         NotImplementedError: a placement that is not local to a rank.
         TypeError: some of q, k and v are no DTensors.
     """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    axes: Axes
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: Axes):
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -82,11 +90,11 @@ class Shards:
                 " .to_local() on q, k and v"
             )
 
-    def placed(self, axes: Axes, of_sum: Any = None) -> list:
+    def placed(self, axes: Axes, of_sum: Any = None) -> list[Any]:
         """Placements of a tensor with these axes. of_sum: that where the tensor has not the axis that q shards; None: Replicate."""
         from torch.distributed.tensor import Replicate, Shard
 
-        result: list = []
+        result: list[Any] = []
         for placement in self.placements:
             found = Replicate()
             for axis, mine in zip(self.axes, axes, strict=True):

@@ -59,7 +59,7 @@ def fwd_jvp_op(
     return out.to(q.dtype).contiguous(), lse, tout.to(q.dtype).contiguous(), tlse
 
 
-def push_forward(inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
+def push_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Compute the outputs of the forward op and their tangents.
 
     Args:
@@ -82,7 +82,7 @@ def push_forward(inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
     return (out, lse), tuple(moved)
 
 
-def refuse_to_push_gradients(inputs: Sequence, tangents: Sequence) -> None:
+def refuse_to_push_gradients(inputs: Sequence[Any], tangents: Sequence[Any]) -> None:
     """Refuse the tangents of the inputs of the backward op."""
     names = "do", "q", "k", "v", "out", "lse", "dlse", *ARGUMENT_NAMES
     refuse_tangents(
@@ -90,7 +90,7 @@ def refuse_to_push_gradients(inputs: Sequence, tangents: Sequence) -> None:
     )
 
 
-def _refuse_second(inputs: Sequence, tangents: Sequence) -> None:
+def _refuse_second(inputs: Sequence[Any], tangents: Sequence[Any]) -> None:
     names = "q", "k", "v", *TANGENTS
     refuse_tangents(
         "forward-mode derivatives of flash_attn_func and mha_fwd_interface have none of their own",
@@ -99,18 +99,20 @@ def _refuse_second(inputs: Sequence, tangents: Sequence) -> None:
     )
 
 
-def register_jvp(save: Callable, backward: Callable) -> None:
+def register_jvp(save: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """Register the derivatives of fwd_jvp_op: out and lse have the gradient of the forward op; gradients of tangents are refused.
 
     Args:
         save, backward: as registered for the forward op, see transforms.register_autograd.
     """
 
-    def save_primals(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:
+    def save_primals(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         q, k, v, *others = inputs
         save(ctx, (q, k, v, *others[len(TANGENTS) :]), outputs[:2])
 
-    def backward_of_primals(ctx: Any, dout: Any, dlse: Any, *of_tangents: torch.Tensor | None) -> tuple:
+    def backward_of_primals(
+        ctx: Any, dout: Any, dlse: Any, *of_tangents: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         if any(x is not None for x in of_tangents):
             raise NotImplementedError(
                 "tl_attention: the gradient of a forward-mode tangent is not supported; detach the tangent (stop the gradient), or use"

@@ -5,6 +5,7 @@ To save host time a call skips the op if nothing traces it: see attend.py, and a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,8 @@ from tl_attention.reference import (
 )
 from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
+
+LOG = logging.getLogger(__name__)
 
 Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Plan = Callable[..., Outputs]  # of a launch, called as FwdPlan
@@ -154,8 +157,8 @@ def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tenso
 
 
 def _reference(
-    dense: Callable[..., tuple],
-    varlen: Callable[..., tuple],
+    dense: Callable[..., tuple[Any, ...]],
+    varlen: Callable[..., tuple[Any, ...]],
     tensors: list[torch.Tensor],  # q, k and v the last of them
     call: Call,
     options: Options | None,
@@ -214,6 +217,9 @@ def _launch_backward(
 ) -> Gradients:
     """launch.backward, with gradient 0 in the unused rows of packed sequences; the reference where fp32 has no kernels."""
     if options is not None and not has_gradient_kernels(q, v, options.parts):
+        LOG.debug(
+            "gradients of fp32 head dims %d, %d -> PyTorch's formula (no kernels)", q.shape[-1], v.shape[-1]
+        )
         return _reference_backward(dlse, call, options, dout, q, k, v)
     *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -230,14 +236,14 @@ def _launch_backward(
     return grads
 
 
-def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: Outputs) -> None:
     q, k, v, *arguments = inputs
     ctx.arguments = arguments[: PLAIN + NUMBERS]
     ctx.save_for_backward(q, k, v, *output, *map(saveable, arguments[PLAIN + NUMBERS :]))
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     """Gradients of the inputs of fwd_op, by bwd_op."""
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
@@ -259,7 +265,7 @@ def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
     )
 
 
-def _save_nothing(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:
+def _save_nothing(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     pass
 
 
@@ -299,7 +305,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         q, k, v, out, lse, *option_tensors = ctx.saved_tensors
@@ -382,7 +388,7 @@ def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
 
 
-def in_bf16(run: Callable[..., tuple], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_bf16(run: Callable[..., tuple[Any, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Results of run() on fp32 tensors rounded to bf16, as fp32: a call whose products have one bf16 part."""
     return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
 
@@ -405,7 +411,7 @@ def run_eagerly(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: tuple,
+    call: tuple[Any, ...],
     options: Options | None,
     plan: Plan | None,
 ) -> Outputs:

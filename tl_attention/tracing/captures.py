@@ -32,7 +32,7 @@ class Captures:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.seen: dict[int, int] = {}  # functions by id
-        self.key: tuple = ()
+        self.key: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, *values: Any) -> Captures | None:

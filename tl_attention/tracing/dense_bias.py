@@ -26,8 +26,11 @@ def _is_bool(x: Any) -> bool:
 
 
 def with_bias(
-    score_mod: Callable | None, mask_mod: Callable | None, attn_bias: torch.Tensor, listed: bool = False
-) -> tuple[Callable | None, Callable | None]:
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    attn_bias: torch.Tensor,
+    listed: bool = False,
+) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
     """(score_mod, mask_mod) extended by attn_bias: a float bias is added to the score, a bool one hides keys where it is False.
 
     Args:

@@ -44,6 +44,10 @@ class Reverse:
         wanted: values to differentiate with respect to.
     """
 
+    values: Sequence[Value]
+    ties: Mapping[int, bool]
+    wanted: Sequence[int]
+
     def __init__(
         self,
         values: Sequence[Value],

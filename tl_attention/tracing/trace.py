@@ -58,7 +58,7 @@ class _Function(NamedTuple):
     """A function to trace, and its name in errors."""
 
     name: str  # score_mod or mask_mod
-    call: Callable
+    call: Callable[..., Any]
 
     @property
     def place(self) -> str:
@@ -87,7 +87,11 @@ class _Recorder(TorchFunctionMode):
         self._inference = torch.is_inference_mode_enabled()
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.__getitem__:
             tensor, index = args
@@ -119,7 +123,7 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_index(tensor: torch.Tensor, index: tuple) -> None:
+def _check_index(tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
     """Refuse an index that is no integer, and a tensor without strides."""
     wanted = "a function that captures dense tensors of this rank"
     if hasattr(tensor, "to_local"):
@@ -142,7 +146,7 @@ def _check_index(tensor: torch.Tensor, index: tuple) -> None:
         )
 
 
-def _is_in_place(func: Callable) -> bool:
+def _is_in_place(func: Callable[..., Any]) -> bool:
     """True for methods like add_ and __iadd__."""
     name = getattr(func, "__name__", "")
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")
@@ -165,8 +169,8 @@ def _recording():
 
 
 def trace(
-    score_mod: Callable | None,
-    mask_mod: Callable | None,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
     differentiate: bool,
     attn_bias: torch.Tensor | None = None,
     listed: bool = False,
@@ -207,11 +211,13 @@ def trace(
 
 MAX_TRACED = 1024
 _lock = threading.RLock()  # make_fx replaces functions of torch while it traces
-_traced: dict[tuple, tuple[Program, tuple[int, ...], tuple]] = {}
+_traced: dict[tuple[Any, ...], tuple[Program, tuple[int, ...], tuple[Any, ...]]] = {}
 _programs: dict[Program, Program] = {}
 
 
-def _trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: bool) -> Call:
+def _trace(
+    score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, differentiate: bool
+) -> Call:
     builder = Builder()
     score = mask = slope = None
     gradients: tuple[TensorGradient, ...] = ()
@@ -349,7 +355,7 @@ def _differentiate(
     learned = [i for i in inputs if i in reached and builder.learns(i)]
     reverse = Reverse(values, builder.ties, reached, [leaf, *learned])
 
-    def joint(*tensors: torch.Tensor) -> tuple:
+    def joint(*tensors: torch.Tensor) -> tuple[Any, ...]:
         found = dict(zip(inputs, tensors, strict=True))
         for i in needed:
             if i not in found:

@@ -88,7 +88,14 @@ IDENTITIES = (
     "contiguous",
 )
 CASTS = ("_to_copy", "convert_element_type", "to", "type_as")
-FILLS = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2, "zeros_like": 0.0, "ones_like": 1.0}
+FILLS: dict[str, int | float] = {
+    "scalar_tensor": 0,
+    "full": 1,
+    "full_like": 1,
+    "new_full": 2,
+    "zeros_like": 0.0,
+    "ones_like": 1.0,
+}
 CREATIONS = {"zeros": 0.0, "ones": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
 OTHERS = "clamp relu square reciprocal isnan isinf masked_fill gelu silu softplus hardtanh leaky_relu elu lerp logaddexp casts indexing"
 SUPPORTED = ", ".join(
@@ -358,7 +365,7 @@ class _Operation:
                 f"{self.node.target} of {dtype} and {number}, which {dtype} cannot hold{_at(self.node)}; convert with .long()"
             )
 
-    def dtype_of(self, argument: Any) -> torch.dtype | type:
+    def dtype_of(self, argument: Any) -> torch.dtype | type[Any]:
         if isinstance(argument, Node):
             return argument.meta["val"].dtype
         return type(argument)

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -15,7 +15,7 @@ from tl_attention.config import configs, gpus, legality
 from tl_attention.config.buckets import Facts, bucket_of, bwd_bucket, option_buckets, window_bucket
 from tl_attention.config.costs import Costs, costs_of
 from tl_attention.config.gpus import Gpu
-from tl_attention.config.kernel_configs import DecodeConfig, page_rows
+from tl_attention.config.kernel_configs import Config, DecodeConfig, page_rows
 from tl_attention.problem.attn_problem import (
     DECODE,
     DECODE_OPTIONS,
@@ -164,8 +164,41 @@ def _packed_splits(shape: Shape, costs: Costs) -> int:
     return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, costs)
 
 
-def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
-    """Lines of text, a paragraph per distinct answer.
+@dataclass(frozen=True)
+class Answer:
+    """A config, the buckets of a problem that it serves, and why.
+
+    Args:
+        source: the tuned row or line of the grid that it comes from.
+        misses: rows and lines tried before, and why each does not serve.
+        fault: why it cannot run; empty if it can.
+    """
+
+    direction: str
+    problem: str
+    buckets: tuple[str, ...]
+    gpu: str
+    name: str
+    config: Config | DecodeConfig
+    source: str
+    misses: tuple[str, ...] = ()
+    fault: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """The answer in words; the first line has the config, the others its fields and the reasons."""
+        place = f" on {self.gpu}" if self.gpu else ""
+        yield f"{' '.join((self.direction, self.problem, ', '.join(self.buckets))).rstrip()}{place}: {self.name}"
+        for one in getattr(self.config, "passes", (self.config,)):
+            yield "  " + ", ".join(f"{x.name}={getattr(one, x.name)}" for x in fields(one))
+        yield f"  from {self.source}"
+        for miss in self.misses:
+            yield f"  tried before: {miss}"
+        if self.fault:
+            yield f"  cannot run: {self.fault}"
+
+
+def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
+    """Distinct answers for the buckets that a question leaves possible.
 
     Raises:
         ValueError: the question does not fit the pass.
@@ -174,16 +207,14 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
         yield from _answer_decode(question)
         return
     problem = _problem(question, direction)
-    answers: dict[str, list[str]] = {}
+    answers: dict[tuple[configs.Choice, str], list[str]] = {}
     for bucket in _buckets(question, problem, direction, gpu):
         choice = configs.choose_config(problem, bucket, gpu.name, direction)
-        lines = [f"{choice.config!r}", f"from {choice.source}"]
-        lines += [f"tried before: {miss}" for miss in choice.misses]
-        if reason := legality.fault(problem, choice.config, direction):
-            lines.append(f"cannot run: {reason}")
-        answers.setdefault("\n  ".join([str(choice.config), *lines]), []).append(bucket)
-    for text, served in answers.items():
-        yield f"{direction} {problem} {', '.join(served)} on {gpu.name}: {text}"
+        reason = legality.fault(problem, choice.config, direction) or ""
+        answers.setdefault((choice, reason), []).append(bucket)
+    for (choice, reason), served in answers.items():
+        found = str(choice.config), choice.config, choice.source, choice.misses, reason
+        yield Answer(direction, str(problem), tuple(served), gpu.name, *found)
 
 
 def _problem(question: Question, direction: str) -> AttnProblem:
@@ -241,7 +272,7 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
     return list(dict.fromkeys(itertools.chain(*pairs)))
 
 
-def _answer_decode(question: Question) -> Iterator[str]:
+def _answer_decode(question: Question) -> Iterator[Answer]:
     check_head_dims(*question.head_dims, DECODE, question.dtype)
     if others := [option for option in question.options if option not in DECODE_OPTIONS]:
         raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
@@ -258,4 +289,5 @@ def _answer_decode(question: Question) -> Iterator[str]:
         config: DecodeConfig = configs.decode_config(problem, number, pages)
         few = number <= configs.DECODE_ROWS[0]
         which = "at most 64" if few else "more than 64"
-        yield f"decode {problem}: {config}\n  {config!r}\n  from [decode] {problem.width} of {grid}, for {which} rows per key head"
+        source = f"[decode] {problem.width} of {grid}, for {which} rows per key head"
+        yield Answer(DECODE, str(problem), (), "", str(config), config, source)

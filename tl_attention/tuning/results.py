@@ -23,6 +23,7 @@ from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.steps import Row
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 Kernel = tuple[AttnProblem, KernelConfig]
@@ -138,6 +139,29 @@ def attempt_table(row: Row, attempts: Sequence[Attempt]) -> Table:
         why = attempt.why.strip().splitlines()[-1:]
         table.add_row(names, score, attempt.fate, *cells, *why)
     return table
+
+
+def print_reports(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of reports; two lines per kernel where the console is narrower than it.
+
+    Args:
+        columns: names; the first two are those of the problem and of the config, the last one that of the result.
+        rows: cells in the order of the columns.
+    """
+    from rich.markup import escape
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if Measurement.get(console, console.options.update(width=1 << 16), table).maximum <= console.width:
+        console.print(table)
+        return
+    for problem, config, *cells, result in rows:
+        console.print(f"{problem}, {config}: {result}", markup=False, highlight=False)
+        found = (f"{name} {cell}" for name, cell in zip(columns[2:-1], cells, strict=True) if cell)
+        console.print(f"    {', '.join(found)}", markup=False, highlight=False)
 
 
 def report_cells(report: cubin.Report | None) -> list[str]:

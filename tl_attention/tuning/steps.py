@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,7 +26,10 @@ from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.question import gpu_of, shape_bucket
 
 FP32_ERROR = 1e-4  # largest rms error / rms value of a correct result
-RESULTS = {True: ("out", "lse"), False: ("dq", "dk", "dv")}  # of a forward, of a backward
+RESULTS: dict[bool, tuple[str, ...]] = {
+    True: ("out", "lse"),
+    False: ("dq", "dk", "dv"),
+}  # of a forward, of a backward
 CHECK_LIMIT = 30.0  # seconds for the check of one candidate; also the cost of a hang
 
 
@@ -114,7 +118,9 @@ def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | 
     return None
 
 
-def _fp32_error(row: Row, results: tuple, inputs: tuple[torch.Tensor, ...], shape: Shape) -> str | None:
+def _fp32_error(
+    row: Row, results: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], shape: Shape
+) -> str | None:
     """The first result of an fp32 row that is wrong: its rms error against fp64 is at most FP32_ERROR of its rms value."""
     if row.direction == "fwd":
         exact = attention_reference(*inputs, causal=shape.causal, dtype=torch.float64)
@@ -158,7 +164,7 @@ def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
     return make_dout(shape, dtype, "bshd", seed, q.device), q, k, v, out.to(dtype), lse
 
 
-def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple:
+def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple[Any, ...]:
     from tl_attention import launch
 
     arguments = (*inputs, shape.head_dim**-0.5, shape.causal)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import textwrap
 from collections.abc import Iterator
 
 from tl_attention.config.gpus import GPUS
@@ -21,11 +20,12 @@ from tl_attention.testing import counts, functions
 from tl_attention.testing.shapes import Shape, chosen_shapes, sequences
 from tl_attention.tools.explain import measured, work
 from tl_attention.tools.explain.work import Work
+from tl_attention.tools.text import as_json, columns, filled
 from tl_attention.tuning import question
 
 MAX_HEADS, MAX_KEYS = 1 << 18, 1 << 26  # whose sequences and blocks are listed, in seconds
 MAX_BLOCKS = 1 << 26  # random ones, of all heads
-WIDTH, LABEL = 128, 14  # columns of a line, of a label
+LABEL = 14  # columns of a label
 TITLES = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward", DECODE: "decode"}
 OF_FORWARD = "2 x pairs x (head_dim + head_dim_v): S = QK', O = PV"
 OF_BACKWARD = "2 x pairs x (3 head_dim + 2 head_dim_v): S, dP, dV, dK, dQ"
@@ -70,6 +70,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="or short bf16, fp16, ..; default: %(default)s",
     )
     command.add_argument("--gpu", metavar="NAME", help=question.GPU_HELP)
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 
@@ -83,7 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
             check(shape, direction, dtype)
     except ValueError as error:
         raise SystemExit(f"tl-attention explain: {error}") from None
-    print("\n\n".join(text(work.of_call(*call, dtype, gpu), dtype) for call in asked))
+    calls = [work.of_call(*call, dtype, gpu) for call in asked]
+    if arguments.json:
+        print(as_json([_record(call, dtype) for call in calls]))
+    else:
+        print("\n\n".join(text(call, dtype) for call in calls))
     return 0
 
 
@@ -134,23 +139,45 @@ def _check_decode(shape: Shape) -> None:
         raise ValueError(f"shape {shape}: expected page=N with N a multiple of 16, got {shape.options.page}")
 
 
+def _record(call: Work, dtype: str) -> dict[str, object]:
+    """The answer for a program that reads it."""
+    known = (
+        ()
+        if measured.results_dir() is None
+        else measured.find(call.shape, call.direction, dtype, call.gpu.name)
+    )
+    return {
+        "shape": str(call.shape),
+        "pass": call.direction,
+        "dtype": dtype,
+        "gpu": call.gpu.name,
+        "pairs": call.pairs,
+        "flops": call.flops,
+        "bytes": call.bytes,
+        "flops_per_byte": call.intensity,
+        "ridge": call.ridge,
+        "seconds_at_full_rate": call.limits,
+        "bound": call.bound,
+        "function_served_as": call.served_as,
+        "measured": [
+            {"ms": one.ms, "row": one.name, "file": one.path, "commit": one.commit} for one in known
+        ],
+        "config": call.config,
+        "source": call.source,
+        "misses": call.misses,
+    }
+
+
 def text(call: Work, dtype: str) -> str:
     """The answer for one pass of one shape."""
     title = f"{TITLES[call.direction]} of {call.shape}, {dtype}, on {call.gpu.name}"
     lines = (*_counts(call), *_roofline(call), *_measured(call, dtype), *_config(call))
-    return "\n".join((title, "=" * len(title), *itertools.starmap(_line, lines)))
+    return "\n".join((title, "=" * min(len(title), columns()), *itertools.starmap(_line, lines)))
 
 
 def _line(label: str, words: str) -> str:
     """A line with its label; what is too long goes below the words."""
-    return textwrap.fill(
-        words,
-        WIDTH,
-        initial_indent=f"{label:{LABEL}}",
-        subsequent_indent=" " * LABEL,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return filled(words, f"{label:{LABEL}}", " " * LABEL)
 
 
 def _counts(call: Work) -> Iterator[tuple[str, str]]:

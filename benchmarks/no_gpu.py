@@ -42,12 +42,12 @@ EXPECTED = {  # pass -> shapes whose stored speeds are shown
 
 
 def run(console: Console, all_kernels: bool, facts: dict) -> int:
-    """Report and check; all_kernels: compile every shipped kernel. facts: of the environment. Returns 1 if the CPU path is wrong."""
+    """Report and check. all_kernels: compile every shipped one; facts: of the environment. Returns 1 if the CPU path is wrong, else 0."""
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     console.print(
         f"The benchmark without a Hopper GPU (found: {found}): nothing is timed here.\n"
-        "It prints the speeds that were measured on a Hopper, a report of kernels compiled for sm_90a with their bounds of speed, "
-        "and a check of the CPU path.\n"
+        "It prints the speeds that were measured on a Hopper, a report of kernels compiled for sm_90a with their upper bounds of "
+        "speed, and a check of the CPU path.\n"
     )
     tables.show_environment(console, facts)
     show_expected(console)
@@ -152,7 +152,7 @@ def check_cpu(console: Console) -> int:
         )
         wrong += not same
         text = "as scaled_dot_product_attention" if same else "WRONG"
-        console.print(f"CPU, mha_fwd_interface and mha_bwd_interface {shape}: {text}", highlight=False)
+        console.print(f"CPU, forward and backward of {shape}: {text}", highlight=False)
     return int(wrong > 0)
 
 

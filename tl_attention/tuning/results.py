@@ -160,8 +160,9 @@ def print_reports(console: Console, columns: Sequence[str], rows: Sequence[Seque
         return
     for problem, config, *cells, result in rows:
         console.print(f"{problem}, {config}: {result}", markup=False, highlight=False)
-        found = (f"{name} {cell}" for name, cell in zip(columns[2:-1], cells, strict=True) if cell)
-        console.print(f"    {', '.join(found)}", markup=False, highlight=False)
+        found = [f"{name} {cell}" for name, cell in zip(columns[2:-1], cells, strict=True) if cell]
+        if found:
+            console.print(f"    {', '.join(found)}", markup=False, highlight=False)
 
 
 def report_cells(report: cubin.Report | None) -> list[str]:

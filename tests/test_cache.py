@@ -53,6 +53,14 @@ def test_cache_limit_removes_those_used_longest_ago(folder, capsys):
     assert run(capsys, "--limit", "1GB")["removed"] == 0
 
 
+def test_cache_limit_counts_a_file_of_two_kernels_once(folder, capsys):
+    (folder / f"{STEMS[1]}.so").unlink()
+    os.link(folder / f"{STEMS[0]}.so", folder / f"{STEMS[1]}.so")
+    assert run(capsys)["bytes"] == 2300
+    found = run(capsys, "--limit", "2.2K")  # the first frees its source alone
+    assert (found["removed"], found["removed_bytes"], found["bytes"]) == (1, 100, 2200)
+
+
 def test_cache_clear_leaves_kernels_that_are_being_built_and_tuned_tables(folder, capsys):
     lock = locks.try_lock(folder / f"{STEMS[0]}.so")
     (folder / f"{STEMS[0]}-tmp").mkdir()  # of the build

@@ -7,10 +7,12 @@ it later builds it anew. A kernel that is being built is left alone: its lock sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +34,13 @@ class StoredKernel:
 
     Args:
         files: with the library first, if there is one.
+        sizes: bytes by inode. Kernels of one text share their files.
         used: time of its last use that the file system knows, in seconds.
     """
 
     library: Path
     files: tuple[Path, ...]
-    bytes: int
+    sizes: dict[int, int]
     used: float
 
 
@@ -73,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = {
         "folder": str(folder),
         "kernels": sum(kernel.library.exists() for kernel in kernels),
-        "bytes": sum(kernel.bytes for kernel in kernels),
+        "bytes": bytes_of(kernels),
         "removed": len(removed),
-        "removed_bytes": sum(kernel.bytes for kernel in removed),
+        "removed_bytes": bytes_of(before) - bytes_of(kernels),
         "tuned_tables": [str(path) for path in sorted(folder.glob("tuned/*.json"))],
     }
     if arguments.json:
@@ -101,23 +104,32 @@ def stored(folder: Path) -> Iterator[StoredKernel]:
             files.setdefault(folder / f"{stem[0]}.so", []).append(path)
     found = []
     for library, paths in files.items():
-        stats = [path.stat() for path in _inside(paths) if path.is_file()]
+        stats = []
+        for path in _inside(paths):
+            with contextlib.suppress(FileNotFoundError):  # a build has renamed it
+                stats.append(path.stat())
         used = max((max(stat.st_atime, stat.st_mtime) for stat in stats), default=0.0)
-        total = sum(stat.st_size // stat.st_nlink for stat in stats)  # kernels of one text share their files
+        sizes = {stat.st_ino: stat.st_size for stat in stats}
         found.append(
-            StoredKernel(library, tuple(sorted(paths, key=lambda path: path != library)), total, used)
+            StoredKernel(library, tuple(sorted(paths, key=lambda path: path != library)), sizes, used)
         )
     yield from sorted(found, key=lambda kernel: kernel.used)
 
 
 def _inside(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
-        yield from path.rglob("*") if path.is_dir() else (path,)
+        yield from (x for x in path.rglob("*") if x.is_file()) if path.is_dir() else (path,)
+
+
+def bytes_of(kernels: Iterable[StoredKernel]) -> int:
+    """Bytes of kernels on disk, where a file of several counts once."""
+    return sum({inode: size for kernel in kernels for inode, size in kernel.sizes.items()}.values())
 
 
 def remove(kernels: list[StoredKernel], limit: int) -> list[StoredKernel]:
     """Remove kernels in their order until the others take at most `limit` bytes; those that were removed."""
-    total, removed = sum(kernel.bytes for kernel in kernels), []
+    total, removed = bytes_of(kernels), []
+    sharers = Counter(inode for kernel in kernels for inode in kernel.sizes)
     for kernel in kernels:
         if limit and total <= limit:
             break
@@ -134,11 +146,14 @@ def remove(kernels: list[StoredKernel], limit: int) -> list[StoredKernel]:
         finally:
             lock.release()
         removed.append(kernel)
-        total -= kernel.bytes
+        for inode, count in kernel.sizes.items():
+            sharers[inode] -= 1
+            total -= 0 if sharers[inode] else count
     for folder in {kernel.library.parent for kernel in removed}:
         for note in (folder / texts.FOLDER).glob("*"):
-            if not (folder / note.read_text(errors="replace")).exists():
-                note.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a build has renamed it
+                if not (folder / note.read_text(errors="replace")).exists():
+                    note.unlink()
     return removed
 
 

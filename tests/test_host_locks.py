@@ -381,14 +381,15 @@ def test_pack_is_read_by_twelve_processes_at_once(tmp_path):
         facts = {"host_bytes": len(host), "cubin_bytes": len(cubin)}
         records.append(b"\n".join([json.dumps(facts).encode(), host + cubin]))
     groups = [lzma.compress(b"".join(records[first : first + 12])) for first in (0, 12)]
-    sizes = [[0, len(groups[0])], [len(groups[0]), len(groups[1])]]
+    file = pack.data_name()
+    sizes = [[file, 0, len(groups[0])], [file, len(groups[0]), len(groups[1])]]
     places = {
         f"fwd-{number}": [number // 12, sum(map(len, records[number // 12 * 12 : number])), len(record)]
         for number, record in enumerate(records)
     }
     index = {"format": pack.FORMAT, "version": "0", "compilers": {}, "groups": sizes, "kernels": places}
     (tmp_path / pack.INDEX).write_text(json.dumps(index))
-    (tmp_path / pack.DATA).write_bytes(b"".join(groups))
+    (tmp_path / file).write_bytes(b"".join(groups))
 
     def read() -> None:
         found, digest = pack.Pack.read(tmp_path), hashlib.sha256()

@@ -104,9 +104,9 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     "fp32-highest d64 full, 128x96 persistent ping-pong hold-max parts8": (
         "spill_bytes: expected 0, got 12",
     ),
-    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 12",),
-    # One to three registers (nvcc 13.0.88); not timed
-    "bf16 d128 causal dropout, 128x128 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 8",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
+    # Two to five registers (nvcc 13.0.88); not timed
+    "bf16 d128 causal dropout, 128x128 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 20",),
     "bf16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 12",),
     "fp16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 12",),
     "fp32-highest d64 causal, 128x96 dynamic": ("spill_bytes: expected 0, got 8",),
@@ -133,17 +133,17 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
         "spill_bytes: expected 0, got 172",
     ),
     "fp32-high d256 full window softcap alibi sink dropout varlen, 128x32 grid kv1": (
-        "spill_bytes: expected 0, got 560",
+        "spill_bytes: expected 0, got 492",
     ),
     "fp32-highest d128 full window softcap alibi sink dropout varlen, 128x48 grid kv1": (
-        "spill_bytes: expected 0, got 48",
+        "spill_bytes: expected 0, got 40",
     ),
     # All options at once: no tile of these widths holds them in registers
     "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (
         "spill_bytes: expected 0, got 16",
     ),
     "bf16 d256 full window softcap alibi sink dropout varlen, 128x32 grid": (
-        "spill_bytes: expected 0, got 60",
+        "spill_bytes: expected 0, got 80",
     ),
 }
 

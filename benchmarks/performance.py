@@ -1,4 +1,4 @@
-"""The generated pages: docs/performance.md, the full tables beside the stored results, README's plot and its speed block."""
+"""The generated pages: docs/performance.md and its plots, the full tables beside the stored results, README's plot and its speed block."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ import flex
 import fp32
 import host
 import peers
+import plots
 import ranks
 import rows as row_files
-import speed_plot
 import summary
 import tables
-from plots import plot
 from rows import OURS, PLAIN, Row, by_problem, compared, cost, describe, peer_ratios, unit
 from tables import TITLES, bullets, heading, markdown_table, parts_of
 
@@ -67,6 +66,7 @@ describes the method, [performance.md](../../../docs/performance.md) is the summ
 METHOD = f"""Unless a section says otherwise:
 
 {bullets([*tables.METHOD, "`error` is the largest error over the allowed error."])}"""
+PLOTS = ROOT / "docs/plots"  # a folder per GPU
 PLOT = ROOT / "docs/speed.svg"
 PLOT_TEXT = "TFLOPS of forward and backward by sequence length"
 PLOTTED = ("fwd", "bwd")
@@ -80,9 +80,9 @@ def write(folder: Path) -> list[Path]:
     Returns:
         The written files.
     """
-    shipped = folder.resolve().parent == RESULTS.resolve()
-    written = draw(folder)
-    if not shipped:
+    runs = {key: row_files.read(path)[0] for key, path in row_files.stored_files(folder).items()}
+    written = plots.write(plots_of(folder), runs)
+    if not is_shipped(folder):
         page = folder / "performance.md"
         page.write_text(f"{TITLE}\n\n{METHOD}\n\n{section(folder, page)}")
         return [*written, page]
@@ -93,6 +93,22 @@ def write(folder: Path) -> list[Path]:
         README.write_text(with_speed_block(README.read_text(), folder))
         written += [PLOT, README]
     return [*written, PAGE, folder / TABLES]
+
+
+def is_shipped(folder: Path) -> bool:
+    """True for a folder of benchmarks/results."""
+    return folder.resolve().parent == RESULTS.resolve()
+
+
+def plots_of(folder: Path) -> Path:
+    """Folder of the plots of a folder of results: itself, but for the shipped ones."""
+    return PLOTS / folder.name if is_shipped(folder) else folder
+
+
+def picture_of(key: tuple[str, str], folder: Path, page: Path) -> str:
+    """The plot of a race on a page; empty where it has none."""
+    path = plots_of(folder) / plots.file_name(*key)
+    return f"![{heading(*key)}]({_link(path, page)})" if path.exists() else ""
 
 
 def whole_page() -> str:
@@ -108,7 +124,9 @@ def summarize(folder: Path) -> str:
     runs = {key: rows for key, (rows, _) in stored.items()}
     name = next(iter(stored.values()))[1]["gpu"]
     link, whole = _link(folder / TABLES, PAGE), folder.name == gpu_slug(DEFAULT_GPU)
-    return summary.section(name, link, runs, read_notes(folder), with_grids=whole)
+    pictures = {key: picture_of(key, folder, PAGE) for key in runs}
+    pictures[summary.MEANS] = f"![Our speed over each library]({_link(plots_of(folder) / plots.MEANS, PAGE)})"
+    return summary.section(name, link, runs, read_notes(folder), pictures, with_grids=whole)
 
 
 def tables_page(folder: Path) -> str:
@@ -135,17 +153,6 @@ def contents(sections: Iterable[str]) -> str:
     return bullets(lines)
 
 
-def draw(folder: Path) -> list[Path]:
-    """One SVG per pass whose shapes have a series of lengths."""
-    drawn = []
-    for (direction, set_name), path in row_files.stored_files(folder).items():
-        picture = folder / f"{direction}.svg"
-        main = set_name == "main" and direction in ("fwd", "bwd", "fwd_bwd")
-        if main and plot(row_files.read(path)[0], picture):
-            drawn.append(picture)
-    return drawn
-
-
 def section(folder: Path, page: Path) -> str:
     """All stored runs of one GPU."""
     runs = {key: row_files.read(path) for key, path in row_files.stored_files(folder).items()}
@@ -161,10 +168,7 @@ def section(folder: Path, page: Path) -> str:
         why = notes.get(Path(row_files.file_name(direction, set_name)).stem, {})
         deterministic = runs.get(("bwd_det", "main"), ([], {}))[0] if direction == "bwd" else []
         parts.append(run_section(run, set_name, why, deterministic))
-        picture = folder / f"{direction}.svg"
-        if set_name == "main" and picture.exists():
-            link = _link(picture, page)
-            parts.append(f"![TFLOPS of the {TITLES[direction]} against sequence length]({link})")
+        parts.append(picture_of((direction, set_name), folder, page))
     with_options = {direction: rows for (direction, name), (rows, _) in runs.items() if name == "options"}
     if with_options:
         parts.append(f"### Cost of options\n\n{cost_table(with_options)}")
@@ -473,7 +477,7 @@ def caption(folder: Path, runs: Mapping[str, Run]) -> str:
     """Commits of the rows of the plot, and the caption of the folder's notes."""
     found = []
     for name in PLOTTED:
-        rows = [row for row in runs.get(name, ([], {}))[0] if row["shape"].startswith(speed_plot.SERIES)]
+        rows = [row for row in runs.get(name, ([], {}))[0] if row["shape"].startswith(plots.SERIES)]
         if rows:
             used = dict.fromkeys(row["commit"] for row in rows)
             found.append(f"{TITLES[name].capitalize()}: rows of commit {', '.join(used)}.")
@@ -483,7 +487,7 @@ def caption(folder: Path, runs: Mapping[str, Run]) -> str:
 def draw_speed(folder: Path) -> str:
     """README's plot from the stored runs of a folder."""
     runs = speed_runs(folder)
-    return speed_plot.draw({name: runs[name][0] for name in PLOTTED})
+    return plots.of_readme({name: runs[name][0] for name in PLOTTED})
 
 
 def with_speed_block(readme: str, folder: Path) -> str:

@@ -16,16 +16,18 @@ def by_length(runs: Mapping[str, Sequence[Row]]) -> str:
         ours = group.get(OURS)
         if not ours or ours["status"] != "ok":
             continue
-        tokens = ours["batch"] * ours["seqlen_q"]
-        kind = (
-            describe(ours | {"batch": 0, "seqlen_q": 0, "seqlen_k": 0}).removeprefix("B0 ").replace(" S0", "")
-        )
-        lines.setdefault(f"{title}, {kind}, {tokens // 1024}k tokens", {})[ours["seqlen_q"]] = cell(ours)
+        lines.setdefault(f"{title}, {series_of(ours)}", {})[ours["seqlen_q"]] = cell(ours)
     lengths = sorted({length for cells in lines.values() for length in cells})
     text = "TFLOPS; in brackets our speed over the fastest of the libraries, bold where it is below 1."
     header = ["queries and keys", *map(short, lengths)]
     table = [[kind, *(cells.get(length, "–") for length in lengths)] for kind, cells in lines.items()]
     return f"{text}\n\n{markdown_table(header, table)}"
+
+
+def series_of(row: Row) -> str:
+    """What rows of a series share that differ in length alone: H16 d128 causal, 16k tokens."""
+    kind = describe(row | {"batch": 0, "seqlen_q": 0, "seqlen_k": 0}).removeprefix("B0 ").replace(" S0", "")
+    return f"{kind}, {row['batch'] * row['seqlen_q'] // 1024}k tokens"
 
 
 def cell(ours: Row) -> str:

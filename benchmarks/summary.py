@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import row_grids
@@ -15,6 +15,8 @@ from tables import heading, markdown_table
 from tl_attention.problem.attn_problem import DECODE
 
 PLOTTED = (("fwd", "main"), ("bwd", "main"))
+DECODES = (DECODE, "main")
+MEANS = ("", "")  # in place of a race: the means of all
 OVER = {"fp32": "efficient", "flex": "flex"}  # library of the means of a set with libraries of its own
 NOT_ANALYSED = "not analysed"
 
@@ -22,7 +24,13 @@ Key = tuple[str, str]  # pass and set of a race
 
 
 def section(
-    name: str, link: str, runs: Mapping[Key, Sequence[Row]], notes: Mapping[str, Any], *, with_grids: bool
+    name: str,
+    link: str,
+    runs: Mapping[Key, Sequence[Row]],
+    notes: Mapping[str, Any],
+    pictures: Mapping[Key, str],
+    *,
+    with_grids: bool,
 ) -> str:
     """One GPU.
 
@@ -30,15 +38,21 @@ def section(
         link: its full tables, as seen from the page.
         runs: races that have peers, and their rows.
         notes: file stem of a race -> name of a shape -> reason.
+        pictures: race, or MEANS -> Markdown of its plot.
         with_grids: with the speeds by length and of decodes.
     """
-    parts = [f"## {name}", f"All rows, environment, commits and tests: [{link}]({link})."]
-    parts += [means_table(runs), own_means(runs)]
+    parts = [
+        f"## {name}",
+        f"All rows, a plot per race, environment, commits and tests: [{link}]({link}).",
+    ]
+    parts += [pictures.get(MEANS, ""), means_table(runs), own_means(runs)]
     if with_grids:
         plotted = {heading(*key): runs[key] for key in PLOTTED if key in runs}
-        parts.append(f"### Speed by length, {name}\n\n{row_grids.by_length(plotted)}")
-        if (DECODE, "main") in runs:
-            parts.append(f"### Decoding, {name}\n\n{row_grids.of_decode(runs[DECODE, 'main'])}")
+        parts += [f"### Speed by length, {name}", "\n".join(pictures.get(key, "") for key in PLOTTED).strip()]
+        parts.append(row_grids.by_length(plotted))
+        if DECODES in runs:
+            parts += [f"### Decoding, {name}", pictures.get(DECODES, "")]
+            parts.append(row_grids.of_decode(runs[DECODES]))
     lost = lost_rows(runs, notes)
     parts.append(f"### Lost rows, {name}\n\n{lost}" if lost else "No library is faster in any row.")
     return "\n\n".join(part for part in parts if part)
@@ -46,12 +60,7 @@ def section(
 
 def means_table(runs: Mapping[Key, Sequence[Row]]) -> str:
     """Our speed over each library, by race."""
-    parts = [
-        part
-        for key, rows in runs.items()
-        if key[1] not in OVER
-        for part in tables.parts_of(heading(*key), list(rows))
-    ]
+    parts = parts_of_races(runs)
     names = list(dict.fromkeys(name for _, rows in parts for name in tables.geomeans(rows)))
     lines = []
     for title, rows in parts:
@@ -64,9 +73,24 @@ def means_table(runs: Mapping[Key, Sequence[Row]]) -> str:
     return markdown_table(["race", *names, "the fastest", "lost"], lines) if lines else ""
 
 
+def parts_of_races(runs: Mapping[Key, Sequence[Row]]) -> list[tuple[str, list[Row]]]:
+    """(name, rows) of the races that share their libraries; a decode has parts."""
+    return [
+        part
+        for key, rows in runs.items()
+        if key[1] not in OVER
+        for part in tables.parts_of(heading(*key), list(rows))
+    ]
+
+
 def own_means(runs: Mapping[Key, Sequence[Row]]) -> str:
     """Our speed in the races that have libraries of their own, in a sentence."""
-    lines = []
+    lines = [f"{race}: {_mean_and_least(ratios)} over {title}" for race, title, ratios in own_races(runs)]
+    return f"{'; '.join(lines)}." if lines else ""
+
+
+def own_races(runs: Mapping[Key, Sequence[Row]]) -> Iterator[tuple[str, str, list[float]]]:
+    """(race, title of the library, our speeds over its) of the races that have libraries of their own."""
     for (direction, set_name), rows in runs.items():
         peer = OVER.get(set_name)
         for ours in (OURS, HIGH) if peer else ():
@@ -75,18 +99,32 @@ def own_means(runs: Mapping[Key, Sequence[Row]]) -> str:
                 for group in by_problem(rows).values()
                 if ours in group and peer in group and group[ours]["status"] == group[peer]["status"] == "ok"
             ]
-            ratios = [theirs["ms"] / mine["ms"] for mine, theirs in pairs]
-            if ratios:
+            if pairs:
                 precision = f", {'high' if ours == HIGH else 'highest'}" if peer == OVER["fp32"] else ""
-                race, title = heading(direction, set_name) + precision, pairs[0][1]["title"]
-                lines.append(f"{race}: {_mean_and_least(ratios)} over {title}")
-    return f"{'; '.join(lines)}." if lines else ""
+                race = heading(direction, set_name) + precision
+                yield race, pairs[0][1]["title"], [theirs["ms"] / mine["ms"] for mine, theirs in pairs]
+
+
+def races_of(runs: Mapping[Key, Sequence[Row]]) -> list[tuple[str, dict[str, list[float]]]]:
+    """(race, provider -> our speeds over its): the lines of means_table(), then the races of own_races()."""
+    found = [
+        (title, {name: ratios_over(rows, name) for name in tables.geomeans(rows)})
+        for title, rows in parts_of_races(runs)
+    ]
+    for race, title, ratios in own_races(runs):
+        found.append((race, {title.removeprefix("torch "): ratios}))
+    return [(race, peers) for race, peers in found if peers]
 
 
 def mean_and_least(rows: Sequence[Row], peer: str) -> str:
     """Geometric mean of our speed over a library's, and the least, as in 1.21x (1.02)."""
+    return _mean_and_least(ratios_over(rows, peer))
+
+
+def ratios_over(rows: Sequence[Row], peer: str) -> list[float]:
+    """Our speed over a library's, of each problem with both."""
     ours = (row for row in rows if row["provider"] == OURS and row["status"] == "ok")
-    return _mean_and_least([ratio for row in ours if (ratio := ratio_over(row, peer))])
+    return [ratio for row in ours if (ratio := ratio_over(row, peer))]
 
 
 def _mean_and_least(ratios: Sequence[float]) -> str:

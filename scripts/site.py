@@ -1,6 +1,7 @@
 """Hooks of mkdocs: pages of files outside docs/, and links to them.
 
-Links of the pages name files of the repository, as code hosts show them. On the site a link to a file that is no page is its text.
+Links of the pages name files of the repository, as code hosts show them, and so do pictures. On the site a link to a file that is no
+page is its text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?:|mailto:|#)[^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"!?\[([^\]]*)\]\(((?!https?:|mailto:|#)[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def pages() -> dict[str, str]:
@@ -41,9 +42,10 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
     def linked(match: re.Match[str]) -> str:
         text, target, anchor = match[1], os.path.normpath(os.path.join(folder, match[2])), match[3] or ""
+        is_picture = match[0].startswith("!")
         name = page_of.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
         if name is None or files.get_file_from_path(name) is None:
-            return text
-        return f"[{text}]({os.path.relpath(name, os.path.dirname(here) or '.')}{anchor})"
+            return match[0] if is_picture else text
+        return f"{'!' * is_picture}[{text}]({os.path.relpath(name, os.path.dirname(here) or '.')}{anchor})"
 
     return LINK.sub(linked, markdown)

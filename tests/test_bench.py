@@ -23,7 +23,6 @@ from tl_attention.testing.timer import Eager, Timing
 from tl_attention.tuning import autotune
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import ahead
 import fwd_bwd

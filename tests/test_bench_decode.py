@@ -21,7 +21,6 @@ from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import ahead
 import decode

@@ -15,7 +15,6 @@ from tl_attention.testing import counts, shapes, timer
 from tl_attention.testing.shapes import Shape
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fwd_bwd
 import library

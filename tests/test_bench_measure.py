@@ -25,7 +25,6 @@ from tl_attention.testing.timer import Timing
 from tl_attention.tuning import steps
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import run
 

@@ -15,7 +15,6 @@ from tl_attention.testing.shapes import DIRECTIONS, Shape, chosen_shapes
 from tl_attention.tools.explain.measured import bench_words
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import peers
 import performance
@@ -25,7 +24,6 @@ import report
 import row_grids
 import rows as row_files
 import run
-import speed_plot
 import summary
 import tables
 from rich.console import Console
@@ -232,7 +230,7 @@ def test_bench_report_writes_a_page_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     assert report.main([str(tmp_path)]) == 0
     page, plot = tmp_path / "performance.md", tmp_path / "fwd.svg"
     text = page.read_text()
-    assert "![TFLOPS of the forward against sequence length](fwd.svg)" in text
+    assert "![Forward](fwd.svg)" in text
     assert text.count("- Pairs are visible pairs") == 1
     assert str(page) in capsys.readouterr().out
     before = plot.read_bytes(), page.read_bytes()
@@ -243,13 +241,38 @@ def test_bench_report_writes_a_page_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     assert "expected PASS.jsonl files" in capsys.readouterr().err
 
 
-def test_bench_plots_where_there_are_two_lengths(tmp_path: Path) -> None:
-    assert plots.plot(ROWS, tmp_path / "plot.svg")
-    assert not plots.plot(ROWS[:3], tmp_path / "none.svg")
+def test_bench_plots_lengths_or_problems() -> None:
+    by_length = plots.of_race("fwd", "main", ROWS)
+    assert by_length.count("<polyline") == 3, "a line per library that has a speed"
+    assert ">H16 d128 full, 16k tokens<" in by_length and ">4k<" in by_length
+    by_problem = plots.of_race("fwd", "options", ROWS[:3])
+    assert "<polyline" not in by_problem and by_problem.count("<circle") == 3
+    assert (
+        ">B16 H16 S1024 d128 full<" in by_problem and ">Forward with options, TFLOPS (H, bf16)<" in by_problem
+    )
+    assert not plots.of_race("bwd_det", "main", [ROWS[0]]), "it compares nothing"
+    for text in (by_length, by_problem):
+        ElementTree.fromstring(text)
+
+
+def test_bench_plot_of_decodes_has_a_cell_per_problem() -> None:
+    rows = [ours(f"{batch},8,1,1,2048,128,128,full", 1.0, "decode", fa4=0.8 * batch) for batch in (1, 2, 3)]
+    rows += [fake_row("fa4", row["problem"], 1.0, "decode") for row in rows]
+    text = plots.of_race("decode", "main", rows)
+    for color, count in (("#b2182b", 2), ("#67a9cf", 2), ("#2166ac", 2)):
+        assert text.count(color) == count, "a cell, and the legend"
+    assert ">q1 H8/1<" in text and ">B3<" in text and ">2k<" in text
+
+
+def test_bench_plot_of_means_has_a_dot_per_race_and_library() -> None:
+    runs = {("fwd", "main"): ROWS, ("bwd", "more"): forward("bwd")}
+    text = plots.of_means(runs)
+    assert text.count("<circle") == 4 and ">Backward: other sizes<" in text
+    assert not plots.of_means({("fwd", "main"): [fake_row("fa2", SHORT, 1.0)]})
 
 
 def test_bench_readme_block_has_a_caption_and_names_losses(tmp_path: Path) -> None:
-    shape = f"{speed_plot.SERIES}8k"
+    shape = f"{plots.SERIES}8k"
     store(tmp_path, [row | {"shape": shape} for row in ROWS[:3]])
     store(tmp_path, [row | {"shape": shape, "commit": "d"} for row in forward("bwd")[:3]])
     (tmp_path / performance.NOTES).write_text('caption = "Older rows."\n')
@@ -269,7 +292,7 @@ def test_bench_readme_plot_has_a_line_per_library() -> None:
     rows = [
         fake_row(peer, name, 1.0) for name in names for peer in ("tl_attention", "fa2", "fa3", "fa4", "cudnn")
     ]
-    text = speed_plot.draw({"fwd": [*rows, fake_row("fa2", LONG, 1.0)], "bwd": rows})
+    text = plots.of_readme({"fwd": [*rows, fake_row("fa2", LONG, 1.0)], "bwd": rows})
     assert text.count("<polyline") == 10 and text.count("<circle") == 20
     assert ">1k<" in text and ">4k<" in text and "FlashAttention-4" in text
     ElementTree.fromstring(text)
@@ -286,7 +309,7 @@ def test_bench_performance_page_is_that_of_the_stored_results() -> None:
     stored_results()
     text = performance.PAGE.read_text()
     assert text == performance.whole_page(), "run python benchmarks/report.py"
-    assert text.count("\n") <= 150, "a reader's page: the rows are in tables.md"
+    assert text.count("\n") <= 160, "a reader's page: the rows are in tables.md"
 
 
 @pytest.mark.parametrize("folder", sorted(performance.RESULTS.glob("*/")), ids=lambda folder: folder.name)
@@ -296,14 +319,25 @@ def test_bench_tables_are_those_of_the_stored_results(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("folder", sorted(performance.RESULTS.glob("*/")), ids=lambda folder: folder.name)
+def test_bench_plots_are_those_of_the_stored_results(folder: Path) -> None:
+    runs = {key: row_files.read(path)[0] for key, path in row_files.stored_files(folder).items()}
+    found = {path.name: path.read_text() for path in performance.plots_of(folder).iterdir()}
+    assert found == plots.draw(runs), "run python benchmarks/report.py"
+
+
+PICTURES = {summary.MEANS: "![means]", ("fwd", "main"): "![fwd]"}
+
+
 def test_bench_summary_page_shows_means_lengths_and_every_lost_row() -> None:
     runs = {("fwd", "main"): ROWS}
-    text = summary.section("H", "tables.md", runs, {"fwd": {SHORT: "memory"}}, with_grids=True)
+    text = summary.section("H", "tables.md", runs, {"fwd": {SHORT: "memory"}}, PICTURES, with_grids=True)
     assert "| Forward | 1.50x (1.12) | 0.90x (0.90) | 1.01x | 1 of 2 |" in text
     assert "| Forward, H16 d128 full, 16k tokens | 137 (**0.90**) | 275 (1.12) |" in text
     assert "| Forward | paper-d128-full-1k | B16 H16 S1024 d128 full | 0.90 | cudnn | memory |" in text
     assert "No library is faster" not in text
-    without = summary.section("H", "tables.md", {("fwd", "main"): ROWS[3:]}, {}, with_grids=False)
+    assert "\n\n![means]\n\n| race |" in text and "H\n\n![fwd]\n\nTFLOPS;" in text
+    without = summary.section("H", "tables.md", {("fwd", "main"): ROWS[3:]}, {}, {}, with_grids=False)
     assert "No library is faster in any row." in without and "16k tokens" not in without
 
 

@@ -15,7 +15,6 @@ import torch
 from tl_attention.testing import timer
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import trees
 from rich.console import Console

@@ -188,7 +188,7 @@ CHECKS = (  # (needed, or a function that says so; name; check)
     (True, "cache", _check_cache),
     (False, "tuned table", _check_table),
     (False, "rich", _check_package("rich", "pip install 'tl-attention[jit]'")),
-    (False, "matplotlib", _check_package("matplotlib", "pip install 'tl-attention[bench]'")),
+    (False, "matplotlib", _check_package("matplotlib", "pip install matplotlib")),
     (False, "triton", _check_package("triton", "pip install triton")),
     (False, "fa2", _check_package("flash_attn", "pip install flash-attn --no-build-isolation")),
     (

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import turns
 from libraries.flex import RECOMPILE_LIMIT
 from library import Attend, Inputs, Provider, Ready, Result, Unsupported, import_function, prepare
+from row_kernels import mark
 from rows import HIGH, OURS, Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -212,7 +213,7 @@ def section(rows: list[Row]) -> str:
     over = [f"{titles[name]} / {BASE}" for name in names if name in TITLES]
     lines = [
         [
-            row_files.describe(next(iter(group.values()))),
+            row_files.describe(next(iter(group.values()))) + mark(group.get(OURS)),
             *(_cell(group.get(name)) for name in names),
             *(_times(_ratio(group, name, BASE)) for name in names if name in TITLES),
         ]

@@ -21,6 +21,7 @@ import host
 import peers
 import plots
 import ranks
+import row_kernels
 import rows as row_files
 import summary
 import tables
@@ -163,7 +164,8 @@ def section(folder: Path, page: Path) -> str:
         if (direction, set_name) == ("bwd_det", "main") and ("bwd", "main") in runs:
             continue
         if set_name in OWN_SETS:
-            parts.append(f"### {heading(direction, set_name)}\n\n{OWN_SETS[set_name].section(run[0])}")
+            parts += [f"### {heading(direction, set_name)}", OWN_SETS[set_name].section(run[0])]
+            parts.append(kernels_text(run[0]))
             continue
         why = notes.get(Path(row_files.file_name(direction, set_name)).stem, {})
         deterministic = runs.get(("bwd_det", "main"), ([], {}))[0] if direction == "bwd" else []
@@ -239,12 +241,19 @@ def run_section(run: Run, set_name: str, why: Mapping[str, str], deterministic: 
         + (f" {peers.JUDGED}" if has_scores else ""),
         tables.OPTIONS_CONVENTION if set_name == "options" else "",
         means_text(rows) + _slowdown(rows, deterministic),
+        kernels_text(rows),
         decode_groups(rows) if direction == DECODE else "",
         losing_rows(rows, why),
         _folded(f"All {len(by_problem(rows))} problems", tables.markdown([*rows, *column])),
         bullets(tables.notes(rows)),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def kernels_text(rows: Sequence[Row]) -> str:
+    """How many rows ran today's kernels, and what the mark of others means."""
+    legend = f" {row_kernels.LEGEND}" if any(map(row_kernels.mark, rows)) else ""
+    return f"Rows that ran today's kernels: {row_kernels.in_words(rows)}.{legend}"
 
 
 def _dtypes(rows: list[Row]) -> str:
@@ -283,7 +292,7 @@ def losing_rows(rows: list[Row], why: Mapping[str, str]) -> str:
         if ratios[name] < 1:
             cells = [
                 ours["shape"],
-                describe(ours),
+                describe(ours) + row_kernels.mark(ours),
                 f"{ratios[name]:.2f}",
                 group[name]["title"],
                 why.get(ours["shape"], "not analysed"),
@@ -480,7 +489,10 @@ def caption(folder: Path, runs: Mapping[str, Run]) -> str:
         rows = [row for row in runs.get(name, ([], {}))[0] if row["shape"].startswith(plots.SERIES)]
         if rows:
             used = dict.fromkeys(row["commit"] for row in rows)
-            found.append(f"{TITLES[name].capitalize()}: rows of commit {', '.join(used)}.")
+            ran = row_kernels.in_words(rows)
+            found.append(
+                f"{TITLES[name].capitalize()}: rows of commit {', '.join(used)} (today's kernels: {ran})."
+            )
     return " ".join([*found, read_notes(folder).get("caption", "").strip()]).strip()
 
 

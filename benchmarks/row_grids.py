@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from row_kernels import mark
 from rows import OURS, Row, by_problem, describe, peer_ratios
 from tables import markdown_table
 
@@ -31,11 +32,10 @@ def series_of(row: Row) -> str:
 
 
 def cell(ours: Row) -> str:
-    """Speed and ratio of a row, as in 436 (1.16)."""
+    """Speed and ratio of a row, as in 436 (1.16), and a mark if its kernels changed."""
     ratios = peer_ratios(ours)
-    if not ratios:
-        return f"{ours['tflops']:.0f}"
-    return f"{ours['tflops']:.0f} ({_bold(min(ratios.values()))})"
+    ratio = f" ({_bold(min(ratios.values()))})" if ratios else ""
+    return f"{ours['tflops']:.0f}{ratio}{mark(ours)}"
 
 
 def of_decode(rows: Sequence[Row]) -> str:
@@ -46,7 +46,7 @@ def of_decode(rows: Sequence[Row]) -> str:
         ratios = peer_ratios(ours) if ours and ours["status"] == "ok" else {}
         if ratios:
             sizes = ours["batch"], ours["seqlen_k"]
-            lines.setdefault(kind_of(ours), {})[sizes] = _bold(min(ratios.values()))
+            lines.setdefault(kind_of(ours), {})[sizes] = _bold(min(ratios.values())) + mark(ours)
     columns = sorted({sizes for cells in lines.values() for sizes in cells})
     header = ["queries, heads, layout", *(f"B{batch} {short(keys)}" for batch, keys in columns)]
     table = [

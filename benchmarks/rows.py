@@ -57,7 +57,7 @@ STORED = (
         "launches",
         "rounds",
     ),
-    *("eager_ms", "host_us", "ratios", "score", "score_over", "score_over_fa4"),
+    *("eager_ms", "host_us", "ratios", "score", "score_over", "score_over_fa4", "kernels"),
 )
 # Values that a file leaves out
 USUAL = {"status": "ok", "timer": "graph", "l2": "cold"}

@@ -35,6 +35,7 @@ import no_gpu
 import peers
 import performance
 import providers
+import row_kernels
 import rows as row_files
 import tables
 import torch
@@ -253,6 +254,7 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
                     if row["status"] == "ok":
                         row |= row_files.shares_of(row, facts)
                 peers.judge(new, args.peers)
+                row_kernels.add_digests(new, facts["commit"])
                 row_files.write_problem(jsonl, new)
                 rows += new
                 console.print(tables.line(new), highlight=False)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import row_grids
+import row_kernels
 import rows as row_files
 import tables
 from rows import HIGH, OURS, Row, by_problem, describe, peer_ratios, ratio_over
@@ -46,6 +47,7 @@ def section(
         f"All rows, a plot per race, environment, commits and tests: [{link}]({link}).",
     ]
     parts += [pictures.get(MEANS, ""), means_table(runs), own_means(runs)]
+    parts.append(row_kernels.sentence({heading(*key): rows for key, rows in runs.items()}))
     if with_grids:
         plotted = {heading(*key): runs[key] for key in PLOTTED if key in runs}
         parts += [f"### Speed by length, {name}", "\n".join(pictures.get(key, "") for key in PLOTTED).strip()]
@@ -147,7 +149,7 @@ def lost_rows(runs: Mapping[Key, Sequence[Row]], notes: Mapping[str, Any]) -> st
                 cells = [
                     heading(direction, set_name),
                     ours["shape"],
-                    describe(ours),
+                    describe(ours) + row_kernels.mark(ours),
                     f"{ratios[peer]:.2f}",
                     group[peer]["title"],
                     why,

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from row_kernels import mark
 from rows import OURS, PLAIN, Row, best, compared, describe, peer_ratios, ratio_over, speed, unit
 
 from tl_attention.problem.attn_problem import DECODE
@@ -240,7 +241,7 @@ def _grid(rows: list[Row], bold: tuple[str, str], details: Columns) -> tuple[lis
     lines = []
     for group in sorted(row_files.by_problem(rows).values(), key=_order):
         fastest, ours = best(group), group.get(OURS)
-        problem = describe(next(iter(group.values())))
+        problem = describe(next(iter(group.values()))) + mark(ours)
         speeds = [cell(group.get(name), fastest, bold) for name in names]
         lines.append([problem, *speeds, *(_number(ours, *spec) for spec in details.values())])
     return ["problem", *(titles[name] for name in names), *details], lines

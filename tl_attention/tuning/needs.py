@@ -24,12 +24,15 @@ from tl_attention.tuning.question import gpu_of, shape_bucket
 from tl_attention.tuning.results import Kernel
 
 
-def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = False) -> list[Kernel]:
-    """Kernels that a call on a shape loads, on this GPU or on an H200 where there is none; once each.
+def kernels_of(
+    shape: Shape, dtype: str, direction: str, all_lengths: bool = False, gpu: str | None = None
+) -> list[Kernel]:
+    """Kernels that a call on a shape loads, once each.
 
     Args:
         direction: one of problem.DIRECTIONS, DECODE or JVP.
         all_lengths: add the kernels for other lengths; for a decode, for other page sizes and numbers of queries.
+        gpu: its name in torch; None: this GPU, or an H200 where there is none.
     Raises:
         ValueError: no kernels have these head dims, or options, or pages.
     """
@@ -40,7 +43,7 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
         )
     if direction == DECODE:
         return _decode_kernels(shape, dtype, all_lengths)
-    problem, gpu = shape.problem(dtype, direction), gpu_name()
+    problem = shape.problem(dtype, direction)
     if shape.options.page and (direction != "fwd" or not problem.has("varlen")):
         raise ValueError(
             f"{shape}: expected page=.. with --pass decode, or with --pass fwd and varlen, got {direction}"
@@ -50,9 +53,11 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
             raise ValueError(f"{shape}: expected no options, as the kernels of --pass {JVP} have none")
         return [(problem, JVP_CONFIGS[problem.width])]
     chosen = [
-        configs.pick_config(problem, bucket, gpu, direction)[0]
+        configs.pick_config(problem, bucket, gpu or gpu_name(), direction)[0]
         for bucket in (
-            option_buckets(direction, problem.options) if all_lengths else _buckets(shape, problem, direction)
+            option_buckets(direction, problem.options)
+            if all_lengths
+            else _buckets(shape, problem, direction, gpu)
         )
     ]
     if shape.options.page:
@@ -60,10 +65,10 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
     return list(dict.fromkeys(kernel for config in chosen for kernel in config.kernels(problem)))
 
 
-def _buckets(shape: Shape, problem: AttnProblem, direction: str) -> Sequence[str]:
+def _buckets(shape: Shape, problem: AttnProblem, direction: str, gpu: str | None) -> Sequence[str]:
     """Buckets that a call may need; for packed sequences two, as their split depends on the totals."""
     if not shape.is_varlen:
-        return [shape_bucket(shape, problem, direction, gpu_of(None))]
+        return [shape_bucket(shape, problem, direction, gpu_of(gpu))]
     longest = max(seqlen_k for _, seqlen_k in sequences(shape))
     if direction == "fwd":
         return [length_bucket(longest), SPLIT_BUCKET]

@@ -165,7 +165,7 @@ def section(folder: Path, page: Path) -> str:
             continue
         if set_name in OWN_SETS:
             parts += [f"### {heading(direction, set_name)}", OWN_SETS[set_name].section(run[0])]
-            parts.append(kernels_text(run[0]))
+            parts += [kernels_text(run[0]), picture_of((direction, set_name), folder, page)]
             continue
         why = notes.get(Path(row_files.file_name(direction, set_name)).stem, {})
         deterministic = runs.get(("bwd_det", "main"), ([], {}))[0] if direction == "bwd" else []

@@ -53,8 +53,14 @@ def in_words(rows: Iterable[Row]) -> str:
     total, unknown = found.total(), found[UNKNOWN]
     if unknown == total:
         return "not known"
-    around = f", {found[AROUND]} of them with other small kernels" if found[AROUND] else ""
-    return f"{found[SAME] + found[AROUND]} of {total}{around}{f', {unknown} not known' if unknown else ''}"
+    good, around = found[SAME] + found[AROUND], ""
+    if found[AROUND]:
+        around = (
+            ", with other small kernels"
+            if not found[SAME]
+            else f", {found[AROUND]} of them with other small kernels"
+        )
+    return f"{good} of {total}{around}{f', {unknown} not known' if unknown else ''}"
 
 
 def sentence(races: Mapping[str, Iterable[Row]]) -> str:

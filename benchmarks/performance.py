@@ -16,6 +16,7 @@ else:
     import tomli as tomllib
 
 import flex
+import flex_page
 import fp32
 import host
 import peers
@@ -36,6 +37,7 @@ RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/performance.md"
 TABLES = "tables.md"  # in a folder of results: all rows
 README = ROOT / "README.md"
+FLEX_PAGE = ROOT / "docs/flex.md"
 NOTES = "notes.toml"  # by hand: [PASS] or [PASS_SET] has name of a shape = reason; a name of PROSE = text
 PROSE = {"commits": "Commits of the rows", "first_calls": "First calls", "tests": "Tests on this GPU"}
 DETERMINISTIC = "deterministic"  # our deterministic run, as a column of the backward's table
@@ -92,7 +94,8 @@ def write(folder: Path) -> list[Path]:
     if folder.name == gpu_slug(DEFAULT_GPU):
         PLOT.write_text(draw_speed(folder))
         README.write_text(with_speed_block(README.read_text(), folder))
-        written += [PLOT, README]
+        FLEX_PAGE.write_text(with_flex_blocks(FLEX_PAGE.read_text(), folder))
+        written += [PLOT, README, FLEX_PAGE]
     return [*written, PAGE, folder / TABLES]
 
 
@@ -504,5 +507,21 @@ def draw_speed(folder: Path) -> str:
 
 def with_speed_block(readme: str, folder: Path) -> str:
     """The text of README with the block between its markers renewed; unchanged where it has no markers."""
-    block = f"<!-- speed -->\n{speed_block(folder)}\n<!-- /speed -->"
-    return re.sub(r"<!-- speed -->.*?<!-- /speed -->", lambda _: block, readme, count=1, flags=re.DOTALL)
+    return with_block(readme, "speed", speed_block(folder))
+
+
+def with_flex_blocks(page: str, folder: Path) -> str:
+    """The text of docs/flex.md with its blocks renewed; unchanged without a race of functions in each pass."""
+    files = row_files.stored_files(folder)
+    if any((direction, "flex") not in files for direction in flex_page.PASSES):
+        return page
+    runs = {direction: row_files.read(files[direction, "flex"])[0] for direction in flex_page.PASSES}
+    for name, block in flex_page.blocks(runs).items():
+        page = with_block(page, name, block)
+    return page
+
+
+def with_block(page: str, name: str, block: str) -> str:
+    """A page with the block between the markers of a name renewed; unchanged where it has none."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    return re.sub(f"{start}.*?{end}", lambda _: f"{start}\n{block}\n{end}", page, count=1, flags=re.DOTALL)

@@ -16,6 +16,7 @@ from tl_attention.tools.explain.measured import bench_words
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import flex_page
 import peers
 import performance
 import plots
@@ -364,6 +365,28 @@ def test_bench_readme_shows_the_stored_results() -> None:
     assert performance.PLOT.read_text() == performance.draw_speed(stored_results()), (
         "run python benchmarks/report.py"
     )
+
+
+def test_bench_flex_page_shows_the_stored_results() -> None:
+    page = performance.FLEX_PAGE.read_text()
+    assert page == performance.with_flex_blocks(page, stored_results()), "run python benchmarks/report.py"
+    for name in ("masks", "functions", "torch", "biases", "fa4"):
+        assert f"<!-- {name} -->\n| " in page and f"\n<!-- /{name} -->" in page, name
+
+
+def test_bench_flex_page_has_a_cell_per_race() -> None:
+    causal, cap = "flex-causal-d128-8k", "flex-softcap-d64-8k"
+    option = {"option": [1, 0.99, 1], "flex": [2, 2.155, 3]}
+    rows = [
+        ours(causal, 1.0) | {"ratios": option},
+        ours(cap, 2.0) | {"ratios": {"option": [1, 0.5, 1]}},
+        fake_row("flex", cap, None, status="failed", correct=None, reason="no config"),
+    ]
+    found = flex_page.blocks({"fwd": rows, "bwd": []})
+    assert "| causal | 1100 (0.99) | – | – | – |" in found["masks"]
+    assert "races: 2.15 to 2.15 (forward, d128)." in found["masks"]
+    assert "| softcap | – | 2.00 (0.50) | – | – |" in found["functions"] and "ALiBi" not in found["functions"]
+    assert "| softcap | – | fails | – | – |" in found["torch"]
 
 
 def test_bench_stored_notes_are_of_stored_rows() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tl_attention.compilation import manifest
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -77,6 +79,15 @@ def test_docs_contents_name_all_headings(page):
     ]  # without its date
     missing = [title for title in titles if f"[{title}](#" not in top]
     assert not missing, f"{page.name}: expected the headings {missing} in the contents at the top"
+
+
+def test_docs_matrix_counts_the_kernels_of_the_manifest():
+    text = (ROOT / "docs/matrix.md").read_text()
+    for count, of in (
+        (len(manifest.Manifest.read().kernels), "`configs/kernels.json`"),
+        (len(manifest.pack_kernels()), "a pack"),
+    ):
+        assert f"the {count:,} kernels of {of}" in text
 
 
 @pytest.mark.parametrize("code", BLOCKS)

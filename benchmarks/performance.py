@@ -465,12 +465,12 @@ def speed_block(folder: Path) -> str:
         )
         losses = [ratio for ratio in tables.over_best(rows) if ratio < 1]
         if losses:
-            lost.append(f"{name} in {len(losses)} of {len(tables.over_best(rows))} (worst {min(losses):.2f})")
+            lost.append(f"{name} {len(losses)} of {len(tables.over_best(rows))} (worst {min(losses):.2f})")
     header = next(iter(runs.values()))[1]
     text = f"Our speed over each ({header['gpu']}, {header['dtype']})"
     table = markdown_table([text, *(titles[name] for name in names)], lines)
     picture = f"![{PLOT_TEXT}]({PLOT.relative_to(ROOT).as_posix()})"
-    losses = f"One of them is faster: {'; '.join(lost) or 'nowhere'}. [All rows](docs/performance.md)."
+    losses = f"Problems in which one of these is faster: {'; '.join(lost) or 'none'}. [All rows](docs/performance.md)."
     means = "Geometric mean, in brackets the worst problem; below 1 the other one is faster."
     return "\n\n".join([picture, caption(folder, runs), table, f"{means} {losses}"])
 
@@ -494,7 +494,7 @@ def caption(folder: Path, runs: Mapping[str, Run]) -> str:
             used = dict.fromkeys(row["commit"] for row in rows)
             ran = row_kernels.in_words(rows)
             found.append(
-                f"{TITLES[name].capitalize()}: rows of commit {', '.join(used)} (today's kernels: {ran})."
+                f"{TITLES[name].capitalize()}: measured at commit {', '.join(used)}; rows whose kernels are today's: {ran}."
             )
     return " ".join([*found, read_notes(folder).get("caption", "").strip()]).strip()
 

@@ -152,24 +152,21 @@ def measure_torch(
     name: str, whole: Tensors, expected: list[torch.Tensor], alone: Run
 ) -> list[dict[str, Any]]:
     """The row of torch's context_parallel, whose load balancing has the layout "zigzag"."""
-    handle = torch_backend.register()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     tensors = [whole[key].transpose(1, 2).contiguous() for key in ("q", "k", "v", "dout")]
-    try:
-        with context_parallel(
-            mesh, buffers=tensors, buffer_seq_dims=[2] * 4, no_restore_buffers=set(tensors)
-        ):
-            shards = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
+    with (
+        torch_backend.register(),
+        context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 4, no_restore_buffers=set(tensors)),
+    ):
+        shards = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
 
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-            found = [x.transpose(1, 2) for x in expected]
-            run = "torch context_parallel", lambda: differentiate(attend, shards), found
-            return measure(name, [run], alone)
-    finally:
-        handle.remove()
+        found = [x.transpose(1, 2) for x in expected]
+        run = "torch context_parallel", lambda: differentiate(attend, shards), found
+        return measure(name, [run], alone)
 
 
 def measure_documents(total: int, asked: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@
     torchrun --nproc_per_node=2 examples/long_context.py --seqlen 65536 --documents 20
 
 Each rank has all weights and its share of the tokens. Tokens, labels and positions are cut once per step; attention is the only layer
-that sees other ranks' tokens. Each step prints loss, tokens per second and peak memory. Losses do not depend on the number of GPUs, up
-to rounding. The text repeats eight random phrases in random order, so the loss falls from log(vocabulary), 4.2, as the model learns them.
+that sees other ranks' tokens. Each step prints the loss, tokens per second and, on GPUs, the peak memory of rank 0 so far. Losses do not
+depend on the number of GPUs, up to rounding. The text repeats eight random phrases in random order, so the loss falls from
+log(vocabulary), 4.2, as the model learns them: to 1.6 in the 20 steps on the CPU above.
 """
 
 from __future__ import annotations
@@ -126,10 +127,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
         losses.append(float(loss))
         if rank == 0:
             speed = arguments.seqlen / (time.perf_counter() - begin)
-            memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-            print(
-                f"step {step:3}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB", flush=True
-            )
+            on_gpu = device.type == "cuda"
+            memory = f"  {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if on_gpu else ""
+            print(f"step {step:3}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s{memory}", flush=True)
     return losses
 
 

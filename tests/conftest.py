@@ -59,16 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were skipped per reason, a line each, before the failures that end the report."""
+    """Print a line about skipped tests: the most common reason, and how many have others. -rs prints a line per test and reason."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", ())
         if isinstance(report.longrepr, tuple)
     )
-    if reasons:
-        terminalreporter.section("skipped tests per reason")
-    for reason, count in reasons.most_common():
-        terminalreporter.line(f"{count:6} {reason}")
+    if reasons and not terminalreporter.hasopt("skipped"):
+        (reason, count), *others = reasons.most_common()
+        rest = f"; {sum(n for _, n in others)} more: pytest -rs says why" if others else ""
+        terminalreporter.line(f"skipped {count}: {reason}{rest}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

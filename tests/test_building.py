@@ -282,19 +282,46 @@ def test_notice_is_silenced_by_the_environment(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_notice_counts_seconds_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
 
+    def isatty(self) -> bool:
+        return True
+
+
+def test_notice_counts_seconds_on_a_terminal_without_rich(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setitem(sys.modules, "rich", None)
     with built_elsewhere(2.3):
         building.compile_kernel(PROBLEM, GOOD)
     first, *ticks = sys.stderr.getvalue().split("\r")
     assert first.endswith("\n")
-    seconds = [int(re.fullmatch(r"tl_attention: (\d+) s", tick)[1]) for tick in ticks[:-1]]
+    seconds = [int(re.fullmatch(r"tl_attention: 0 of 1 kernel, (\d+) s", tick)[1]) for tick in ticks[:-1]]
     assert seconds and seconds == sorted(set(seconds))  # a busy machine may miss one
     assert re.fullmatch(r"tl_attention: 1 kernel built in \d s\n", ticks[-1])
+
+
+def test_notice_shows_a_bar_on_a_terminal_with_rich(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(compiler, "build", slow_build)
+    with built_elsewhere(2.3):
+        building.compile_kernels([(PROBLEM, GOOD), (PROBLEM, FwdConfig(64, 80))])
+    written = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", sys.stderr.getvalue())
+    first, *steps = written.splitlines()
+    assert first.startswith("tl_attention: building 2 kernels") or "waiting for 2 kernels" in first
+    assert "kernels built" in steps[0] and "0/2" in steps[0] and any("1/2" in step for step in steps)
+    assert re.fullmatch(r"tl_attention: 2 kernels built in \d+ s", steps[-1])
+
+
+def test_notice_leaves_the_terminal_to_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(RuntimeError, match="could not be built"):
+        building.compile_kernel(PROBLEM, BAD)
+    written = sys.stderr.getvalue()
+    assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1, "the cursor is hidden"
+    assert "built in" not in written
 
 
 def test_notice_names_a_capture(monkeypatch):

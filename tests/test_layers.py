@@ -87,6 +87,28 @@ def test_layers_private_names_stay_in_their_module(path):
             assert not PRIVATE.fullmatch(node.attr), f"tl_attention/{path}:{node.lineno} uses {private}"
 
 
+def test_layers_import_warns_nothing_and_adds_no_machinery():
+    """Import in a process without NumPy, where a warning is an error, and compare the modules with those of torch alone."""
+    slow = "torch._dynamo torch._inductor torch.nn.attention.flex_attention sympy tilelang tvm tvm_ffi triton rich"
+    code = f"""
+import sys, warnings
+warnings.simplefilter("error")
+sys.modules["numpy"] = None
+import tl_attention
+public = set(dir(tl_attention))
+assert public > set(tl_attention.__all__) | {{"distributed", "torch_backend"}}, public
+print(*(name for name in {slow.split()} if name in sys.modules))
+"""
+    alone = "import sys, torch; print(*sys.modules)"
+    found, of_torch = (
+        subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=PACKAGE.parent)
+        for words in (("-c", code), ("-W", "ignore", "-c", alone))
+    )
+    assert not found.stderr
+    added = set(found.stdout.split()) - set(of_torch.stdout.split())
+    assert not added, f"import tl_attention imports {added}, which takes time for all"
+
+
 def test_layers_import_needs_torch_alone_and_no_more_than_it_uses():
     """Import all but kernels in a process with torch alone (None in sys.modules: not installed)."""
     files = [path for path in FILES if path.parts[0] != "kernels" and path.stem != "__init__"]

@@ -96,8 +96,77 @@ def test_torch_backend_remove_keeps_an_order_set_later(order):
     assert torch._C._get_sdp_priority_order() == order[::-1]
 
 
+def test_torch_backend_with_statement_restores_what_was_before(order):
+    before = overridden()
+    for _ in range(2):
+        with torch_backend.register() as handle:
+            assert isinstance(handle, torch_backend.Handle) and all(overridden())
+            with torch_backend.register():
+                assert all(overridden())
+            assert current_flash_attention_impl() == torch_backend.NAME and all(overridden())
+        assert current_flash_attention_impl() is None
+        assert (torch._C._get_sdp_priority_order(), overridden()) == (order, before)
+
+
+def test_torch_backend_with_statement_leaves_a_handle_from_before(order):
+    before, handle = overridden(), torch_backend.register()
+    with pytest.raises(ZeroDivisionError), torch_backend.register():
+        raise ZeroDivisionError
+    assert all(overridden())
+    handle.remove()
+    assert (torch._C._get_sdp_priority_order(), overridden()) == (order, before)
+
+
+def test_torch_backend_with_statement_does_not_bring_back_a_removed_handle():
+    handle = torch_backend.register()
+    with torch_backend.register():
+        handle.remove()
+        assert all(overridden())
+    assert current_flash_attention_impl() is None
+
+
+def test_torch_backend_with_statement_restores_another_implementation():
+    installed = []
+
+    class Other:
+        def remove(self):
+            installed.remove("other")
+
+    def install():
+        installed.append("other")
+        return Other()
+
+    torch.nn.attention.register_flash_attention_impl("other", register_fn=install)
+    torch.nn.attention.activate_flash_attention_impl("other")
+    with torch_backend.register():
+        assert not installed
+    assert installed == ["other"] and current_flash_attention_impl() == "other"
+    with torch_backend.register():
+        torch.nn.attention.activate_flash_attention_impl("other")
+    assert current_flash_attention_impl() == "other", "what was activated meanwhile stays"
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def test_torch_backend_activated_by_torch_is_removed_by_the_handle():
+    handle = torch_backend.register()
+    handle.remove()
+    torch.nn.attention.activate_flash_attention_impl(torch_backend.NAME)
+    assert all(overridden())
+    handle.remove()
+    assert current_flash_attention_impl() is None
+
+
+def test_torch_backend_with_statement_refuses_a_used_handle():
+    with torch_backend.register() as handle, pytest.raises(RuntimeError, match="got one that was in one"):
+        handle.__enter__()
+    handle = torch_backend.register()
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"is removed or replaced; write .with tl_attention"), handle:
+        pass
+
+
 def test_torch_backend_old_torch_is_an_error(monkeypatch):
-    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
     with pytest.raises(NotImplementedError, match="expected torch 2.11 or later"):
         torch_backend.register()
 

@@ -2,7 +2,12 @@
 
 import importlib
 import logging
+import warnings
 from types import ModuleType
+
+with warnings.catch_warnings():  # torch's import warns where there is no NumPy, which nothing here needs
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    importlib.import_module("torch")
 
 from tl_attention.api.block_masks import create_block_mask
 from tl_attention.api.flash import (

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.flex_attention import AuxOutput
 from torch.nn.functional import pad
 
 from tl_attention import launch
@@ -65,7 +64,7 @@ from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 LOG = logging.getLogger(__name__)
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
@@ -152,6 +151,8 @@ def flex_attention(
     )  # fmt: skip
     out, lse = attend_functions(request)
     if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
 

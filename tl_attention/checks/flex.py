@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
@@ -46,6 +45,8 @@ LEAF_NAMES = {"batch": "b", "head": "h", "query": "q_idx", "key": "kv_idx"}
 
 def check_aux(return_aux: Any, return_lse: bool) -> None:
     """Check the request for outputs beside out."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
     if not isinstance(return_aux, AuxRequest):
         raise TypeError(
             "return_aux: expected torch.nn.attention.flex_attention.AuxRequest or None, got"

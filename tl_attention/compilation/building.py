@@ -21,9 +21,10 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tl_attention.compilation import compiler, locks, pack, store, toolkit
+from tl_attention.compilation import compiler, locks, store, toolkit
 from tl_attention.compilation.compiler import KernelKey
 from tl_attention.compilation.locks import Lock
+from tl_attention.compilation.notice import HIDES, Notice, described, is_quiet
 from tl_attention.compilation.sandbox import Failure, OutOfTime, Sandbox
 from tl_attention.compilation.store import Kernel
 from tl_attention.config.kernel_configs import KernelConfig
@@ -67,16 +68,15 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
 
 
 def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str) -> list[Kernel]:
-    """Compiled kernels of a call. Missing ones are built in parallel, which a line on stderr reports.
+    """Compiled kernels of a call. Missing ones are built in parallel, as notice.py reports.
 
     Args:
         where: returns words for what building interrupts; called only if something is built.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _compiled]
     if unbuilt := [kernel for kernel in missing if not store.find(*kernel)]:
-        notice = _Notice(unbuilt, where())
-        with contextlib.closing(_build(unbuilt)) as built:
-            for event in built:
+        with Notice(unbuilt, where()) as notice, contextlib.closing(_build(unbuilt)) as events:
+            for event in events:
                 if isinstance(event, int):
                     notice.tick(event)
                     store.load_runtime()  # 0.1 s once per process, while the builders work
@@ -84,7 +84,8 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
                     notice.say(event)
                 elif event[1] is not None:
                     raise event[1]
-        notice.end()
+                else:
+                    notice.built += 1
     for kernel in missing:
         _compiled[kernel] = store.load(store.find(*kernel))
     return [_compiled[kernel] for kernel in kernels]
@@ -101,11 +102,9 @@ def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
     with _ahead_lock:
         started = _start_ahead(kernels)
     if started:
-        LOG.debug("building %s meanwhile, %s", _described(started), purpose)
+        LOG.debug("building %s meanwhile, %s", described(started), purpose)
     if started and not is_quiet():
-        sys.stderr.write(
-            f"tl_attention: building {_described(started)} meanwhile, {purpose}; TL_ATTENTION_QUIET=1 hides this line\n"
-        )
+        sys.stderr.write(f"tl_attention: building {described(started)} meanwhile, {purpose}; {HIDES}\n")
 
 
 def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
@@ -144,70 +143,6 @@ def _build_within_limit(build: Callable, problem: AttnProblem, config: KernelCon
     signal.alarm(BUILD_LIMIT + 60)
     build(problem, config, path)
     signal.alarm(0)
-
-
-def is_quiet() -> bool:
-    """True if nothing is to be written to stderr."""
-    return os.environ.get("TL_ATTENTION_QUIET") == "1" or sys.stderr is None
-
-
-class _Notice:
-    """Lines on stderr about the kernels that a call waits for. On a terminal the last one counts the seconds.
-
-    TL_ATTENTION_QUIET=1 silences them.
-    """
-
-    def __init__(self, kernels: Sequence[KernelKey], where: str):
-        self.what, self.where = _described(kernels), where
-        self.begin, self.started, self.shown = time.monotonic(), False, 0
-        self.quiet = is_quiet()
-        self.counts = not self.quiet and sys.stderr.isatty()
-        self.total = len(kernels)
-
-    def tick(self, elsewhere: int) -> None:
-        """Report the start once, and the seconds so far.
-
-        Args:
-            elsewhere: number of kernels that other processes are building.
-        """
-        seconds = int(time.monotonic() - self.begin)
-        if not self.started:
-            LOG.debug("building %s%s", self.what, self.where)
-            self.started = True
-            does = f"building {self.what}, once per machine"
-            if elsewhere:
-                does = f"waiting for {self.what}, {elsewhere} of them built by another process"
-            why = f"{pack.advice()}; `tl-attention compile` builds kernels ahead, TL_ATTENTION_QUIET=1 hides this line"
-            self._write(f"tl_attention: {does}{self.where}; {why}\n")
-        if self.counts and seconds > self.shown:
-            self.shown = seconds
-            self._write(f"\rtl_attention: {seconds} s")
-
-    def say(self, line: str) -> None:
-        """Write a line about a kernel that is waited for."""
-        self._write(("\r" if self.shown else "") + f"tl_attention: {line}\n")
-
-    def end(self) -> None:
-        if self.started:
-            seconds = time.monotonic() - self.begin
-            LOG.debug("built %s in %.1f s", self.what, seconds)
-            back = "\r" if self.shown else ""
-            self._write(f"{back}tl_attention: {_count(self.total)} built in {seconds:.0f} s\n")
-
-    def _write(self, text: str) -> None:
-        if not self.quiet:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-
-def _described(kernels: Sequence[KernelKey]) -> str:
-    problem, config = kernels[0]
-    others = f" and {len(kernels) - 1} more" if len(kernels) > 1 else ""
-    return f"{_count(len(kernels))} ({problem}, {config}{others})"
-
-
-def _count(kernels: int) -> str:
-    return f"{kernels} kernel" + "s" * (kernels != 1)
 
 
 def build_all(

@@ -230,7 +230,7 @@ def advice() -> str:
         found = installed()
     except RuntimeError as error:
         return str(error)
-    remedy = "install the wheel of this version, or build it with `tl-attention pack`"
+    remedy = "pip install 'tl-attention[kernels]', or build it with `tl-attention pack`"
     if found is None:
         return f"no pack of kernels ({DISTRIBUTION}) is installed: {remedy}"
     if not found.version.endswith(sources_version()):

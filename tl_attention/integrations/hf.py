@@ -49,10 +49,13 @@ _ERROR_NAMES = Renaming(
 
 
 def register() -> None:
-    """Make "tl_attention" an attention implementation of transformers; further calls change nothing.
+    """Make "tl_attention" an attention implementation of transformers, in this process; further calls change nothing.
+
+    Call it before a model asks for the implementation: transformers does not know the name otherwise.
 
         tl_attention.hf.register()
         model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="tl_attention")
+        model.set_attn_implementation("tl_attention")  # of a model that exists; "sdpa" or "eager" for transformers' own
 
     Raises:
         ImportError: no transformers, or a version before 5, whose mask interface is another one.
@@ -122,7 +125,7 @@ def attention_forward(
         position_ids: [1, seqlen_q]: with batch 1, a document begins at each smallest position, and no document sees another one, as in
             flash_attention_2; not beside padding, cu_seq_lens_q, a BlockMask or 4-D mask of the caller. Positions are read once per tensor
             (one sync); in torch.compile and CUDA graphs several documents fail on the device. Of another shape: ignored.
-        kwargs: other arguments that models pass to every attention, see checks.hf.HARMLESS; others than these have to be None.
+        kwargs: other arguments that models pass to every attention, see HARMLESS of hf_checks.py; others than these have to be None.
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], contiguous, None). Rows of padding are 0.
     Raises:

@@ -95,8 +95,8 @@ def check_asked(module: Any, causal: bool) -> None:
     if causal and (hasattr(module, "is_causal") or hasattr(module, "config")):
         raise NotImplementedError(
             f"attention_mask: expected the result of tl_attention.hf.attention_mask, as {type(module).__name__} says is_causal=True, got"
-            " None and no is_causal in the call, of a model that asked for no mask and may mean no mask at all; use"
-            ' attn_implementation="eager", or pass is_causal'
+            " None and no is_causal in the call, of a model that asked for no mask and may mean no mask at all; call"
+            ' model.set_attn_implementation("eager"), or pass is_causal'
         )
 
 
@@ -173,8 +173,8 @@ def check_no_others(cache: Any, output_attentions: Any) -> None:
     """Refuse arguments that change the result and are not supported."""
     if output_attentions:
         raise NotImplementedError(
-            f"output_attentions: expected False, as probabilities are never stored, got {describe(output_attentions)}; use"
-            ' attn_implementation="eager"'
+            f"output_attentions: expected False, as probabilities are never stored, got {describe(output_attentions)}; call"
+            ' model.set_attn_implementation("eager")'
         )
     if cache is not None:
         raise NotImplementedError(

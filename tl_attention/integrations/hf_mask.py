@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
+USE_ANOTHER = 'call model.set_attn_implementation("sdpa"), or "eager"'
 
 
 class OtherUse(NotImplementedError, AttributeError):

@@ -19,15 +19,19 @@ from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.ops import run_backward_op
 
 NAME = "tl_attention"
-_handle: Handle | None = None
+_active: Handle | None = None  # whose kernels replace PyTorch's
 
 
 def register() -> Handle:
-    """Replace PyTorch's flash attention on CUDA tensors by tl_attention, until handle.remove().
+    """Replace PyTorch's flash attention on CUDA tensors by tl_attention, until handle.remove() or to the end of a with statement.
 
         handle = tl_attention.torch_backend.register()
         F.scaled_dot_product_attention(q, k, v, is_causal=True)  # tl_attention
         handle.remove()  # PyTorch's own
+
+        with tl_attention.torch_backend.register():
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)  # tl_attention
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)  # what was registered before
 
     Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. Calls with attn_mask, with fp32 or with values of fewer
     columns go to cuDNN's or the memory-efficient op, which are replaced, too: see torch_masks.py and torch_unmasked.py. A caller who
@@ -40,22 +44,73 @@ def register() -> Handle:
         NotImplementedError: torch before 2.11.
     """
     try:
-        from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+        from torch.nn.attention import current_flash_attention_impl
     except ImportError as error:
         raise NotImplementedError(
-            "tl_attention.torch_backend: expected torch 2.11 or later, which has register_flash_attention_impl, got"
+            "tl_attention.torch_backend: expected torch 2.11 or later, which has current_flash_attention_impl, got"
             f" {torch.__version__}; call tl_attention.flash_attn_func instead"
         ) from error
-    register_flash_attention_impl(NAME, register_fn=_override)
-    activate_flash_attention_impl(NAME)
-    return _handle
+    handle = Handle(_active or current_flash_attention_impl())
+    handle._activate()
+    return handle
 
 
 class Handle:
-    """The changes of register(), which remove() reverts."""
+    """A call of register(), which remove() or the end of a with statement reverts.
+
+    Args:
+        before: what it replaces: the handle of another call, or the name of another implementation.
+    """
+
+    def __init__(self, before: Handle | str | None) -> None:
+        self._before = before
+        self._holds = True  # until remove(); another call of register() may have the ops meanwhile
+        self._entered = False
+        self._overrides: _Overrides | None = None
+
+    def remove(self) -> None:
+        """Revert register() to PyTorch's own kernels; a second call does nothing."""
+        self._holds = False
+        if _active is self:
+            self._overrides.remove()
+
+    def __enter__(self) -> Handle:
+        if self._entered or _active is not self:
+            state = "was in one before" if self._entered else "is removed or replaced"
+            raise RuntimeError(
+                f"torch_backend: expected a new handle in a with statement, got one that {state}; write"
+                " `with tl_attention.torch_backend.register():`"
+            )
+        self._entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore what register() replaced, unless another caller has activated something else since."""
+        others = _active is not self and torch.nn.attention.current_flash_attention_impl() is not None
+        self.remove()
+        if others:
+            return
+        if isinstance(self._before, str):
+            torch.nn.attention.activate_flash_attention_impl(self._before)
+        elif self._before is not None and self._before._holds:
+            self._before._activate()
+
+    def _activate(self) -> None:
+        torch.nn.attention.register_flash_attention_impl(NAME, register_fn=self._install)
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+
+    def _install(self) -> _Overrides:
+        """Override the ops, as torch asks when the implementation is activated. Returns what torch removes for another one."""
+        global _active
+        self._overrides, self._holds, _active = _Overrides(), True, self
+        return self._overrides
+
+
+class _Overrides:
+    """Our kernels in the place of those of PyTorch."""
 
     def __init__(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL", "CUDA")
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", "CUDA")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel")
             for name, function in KERNELS.items():
@@ -66,22 +121,17 @@ class Handle:
         self._priorities = _prioritize_flash()
 
     def remove(self) -> None:
-        """Revert register(); a second call does nothing."""
+        """Bring PyTorch's kernels and its order of backends back; a second call does nothing."""
+        global _active
         if self._library is None:
             return
         self._library._destroy()
-        self._library = None
+        self._library = _active = None
         before, after = self._priorities
         if torch._C._get_sdp_priority_order() == after:  # unless another caller has changed it
             torch._C._set_sdp_priority_order(before)
         if torch.nn.attention.current_flash_attention_impl() == NAME:
-            torch.nn.attention.restore_flash_attention_impl()  # drops torch's reference to this handle
-
-
-def _override() -> Handle:
-    global _handle
-    _handle = Handle()
-    return _handle
+            torch.nn.attention.restore_flash_attention_impl()  # drops torch's reference to this object
 
 
 def _prioritize_flash() -> tuple[list[int], list[int]]:

@@ -42,9 +42,7 @@ def allocated(monkeypatch):
     monkeypatch.setattr(bwd, "device_costs", lambda device: COSTS)
     monkeypatch.setattr(bwd_kernels, "_kernels", {})
     monkeypatch.setattr(bwd_passes, "stream_tickets", lambda *_: None)
-    monkeypatch.setattr(
-        common, "unused_arguments", lambda device: common.UnusedArguments(*[torch.zeros(1)] * 5)
-    )
+    monkeypatch.setattr(common, "unused_tensor", lambda device, dtype, *shape: torch.zeros(shape))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: DEFAULT_GPU)
     return found
 

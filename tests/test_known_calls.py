@@ -21,7 +21,8 @@ from tl_attention import (
     mha_fwd_interface,
 )
 from tl_attention.config.costs import costs_of
-from tl_attention.launch.common import PlanCache, UnusedArguments
+from tl_attention.launch.common import PlanCache
+from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, OPTION_ARGUMENTS
 from tl_attention.problem.options import PUBLIC_NAMES, TENSOR_RULES, Options
 from tl_attention.torch_ops import attend as attend_module
 from tl_attention.torch_ops import ops
@@ -36,7 +37,6 @@ def kernels(monkeypatch):
     """Arguments of each kernel that a call launches, in a list."""
     launched: list[tuple] = []
     zeros = torch.zeros(2, dtype=torch.int32)
-    unused = UnusedArguments(*[torch.zeros(1, 1)] * 5)
     modules = launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common, launch.decode
     for module in (*modules, launch.parts):
         for name, fake in (
@@ -44,7 +44,7 @@ def kernels(monkeypatch):
             ("sm_count", lambda device: 132),
             ("device_costs", lambda device: costs_of()),
             ("stream_tickets", lambda *_: zeros),
-            ("unused_arguments", lambda device: unused),
+            ("unused_tensor", lambda device, dtype, *shape: torch.zeros(shape, dtype=getattr(torch, dtype))),
             ("plan_cache", PlanCache()),
             ("_kernels", {}),
             ("build_ahead", lambda *_: None),
@@ -302,6 +302,20 @@ def test_functions_that_are_options_are_known(kernels, checks, monkeypatch):
     for _ in range(3):
         flex_attention(*qkv, mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 5))
     assert len(checks) == 1
+
+
+@pytest.mark.parametrize("names", ((), tuple(OPTION_ARGUMENTS)), ids=("off", "on"))
+def test_each_argument_of_options_has_a_value_of_its_type(names, kernels):
+    sink, place = torch.rand(HEADS, dtype=BF16), torch.zeros(1, 8, dtype=torch.int32)
+    tensors = {"rng_state": torch.zeros(2, dtype=torch.int64), "alibi_slopes": torch.rand(HEADS)}
+    options = Options((5, 2), 3.0, 0.5, sink=sink, place=place, **tensors) if names else None
+    values = launch.common.OptionValues(names, 2, HEADS, 0)(options)
+    for argument, value in zip(KERNEL_ARGUMENTS, values, strict=True):
+        if argument.shape:
+            assert (value.dtype, value.ndim) == (getattr(torch, argument.dtype), len(argument.shape))
+            assert not (names and argument.is_per_entry) or value.shape == (2, HEADS)
+        else:
+            assert type(value) is (float if argument.dtype == "float32" else int)
 
 
 def test_options_keep_their_key_without_tensors():

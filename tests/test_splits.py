@@ -145,12 +145,11 @@ def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
     kernels = kernel("forward"), FwdConfig(128, 128, split=True), launch.common.MAX_GRID
     problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
     found = launch.fwd.FwdKernels(*kernels, kernel("combine"), problem, kernel("table"), None)
-    unused = launch.common.UnusedArguments(*[torch.zeros(1)] * 5)
     fakes = {"device_costs": COSTS, "_find_kernels": found, "stream_tickets": torch.zeros(2)}
     for name, value in fakes.items():
         monkeypatch.setattr(launch.fwd, name, lambda *arguments, value=value: value)
     monkeypatch.setattr(launch.fwd, "_kernels", {})
-    monkeypatch.setattr(launch.common, "unused_arguments", lambda device: unused)
+    monkeypatch.setattr(launch.common, "unused_tensor", lambda device, dtype, *shape: torch.zeros(shape))
     for module in (launch.fwd, launch.common):
         monkeypatch.setattr(module, "empty", torch._C._dynamo.guards._empty_strided_cpu)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tl_attention import launch
-from tl_attention.launch import common
 
 from .calls import trial_of
 from .classes import CallClass
@@ -38,18 +37,11 @@ def _no_kernels(kernels: Sequence[tuple], *others: Any) -> list:
 
 def install() -> None:
     """Replace what asks for a GPU, in this process for good."""
-    unused = common.UnusedArguments(
-        torch.zeros(1, 1),
-        torch.zeros(1),
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int32),
-        torch.zeros(1, 8, dtype=torch.int32),
-    )
     stand_ins = {
         "empty": _zeros,
         "sm_count": lambda device: SMS,
         "stream_tickets": lambda device, dynamic, numbers=2: torch.zeros(numbers, dtype=torch.int32),
-        "unused_arguments": lambda device: unused,
+        "unused_tensor": lambda device, dtype, *shape: torch.zeros(shape, dtype=getattr(torch, dtype)),
         "compile_kernels": _no_kernels,
     }
     for name, value in stand_ins.items():

@@ -142,7 +142,6 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
     """
     from tl_attention.compilation import building
     from tl_attention.config.kernel_configs import FirstPartsConfig, TileTable
-    from tl_attention.launch import common
 
     launches: list[Launch] = []
 
@@ -158,19 +157,11 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
 
         return note
 
-    of = torch.int32
-    placeholders = (
-        torch.zeros(1, 1),
-        torch.zeros(1),
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(1, dtype=of),
-    )
-    unused = common.UnusedArguments(*placeholders, torch.zeros(1, 8, dtype=of))
     names = {
         "empty": _zeros,
         "sm_count": lambda device: sms,
         "stream_tickets": lambda device, dynamic, numbers=2: torch.zeros(numbers, dtype=torch.int32),
-        "unused_arguments": lambda device: unused,
+        "unused_tensor": lambda device, dtype, *shape: torch.zeros(shape, dtype=getattr(torch, dtype)),
         "compile_kernels": lambda kernels, *_: [recorder(*kernel) for kernel in kernels],
         "check_device_or_warn": lambda *_, **__: None,
         "check_device": lambda *_, **__: None,

@@ -22,13 +22,13 @@ from tl_attention.launch.bwd_passes import (
 from tl_attention.launch.common import (
     LN2,
     LOG2E,
+    OptionValues,
     PackedTiles,
     PlanCache,
     dense,
     device_costs,
     empty,
     has_no_sequences,
-    option_arguments,
     qkv_key,
 )
 from tl_attention.launch.parts import BwdPartsLaunch, parts_launch
@@ -92,7 +92,7 @@ class BwdPlan:
 
         key = kernel_key(q, k, v, causal, heads_first, options, traced, deterministic, partial)
         _, _, _, _, names, *_ = key
-        self.has_options = bool(names)
+        self.option_values = OptionValues(names, self.batch, heads, self.device) if names else None
         kernels = cached_kernels(key, deterministic, config)
         self.delta, self.reduce = kernels.delta, kernels.reduce
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
@@ -206,8 +206,8 @@ class BwdPlan:
         if self.unseen:  # queries before those that the key tile goes through
             tensors[5].narrow(self.query_axis, 0, self.unseen).zero_()
         arguments, tables, blocks = (), None, None
-        if self.has_options:
-            arguments = option_arguments(options or Options(), self.batch, self.heads, self.device)
+        if self.option_values is not None:
+            arguments = self.option_values(options)
         if traced is not None:
             sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k
             captured = Gradients(traced, *sizes, transposed=self.adds_dq)

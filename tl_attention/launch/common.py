@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,8 +23,16 @@ from tl_attention.config import configs, legality
 from tl_attention.config.costs import Costs, costs_of
 from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.launch.arrays import RowWords
-from tl_attention.problem.attn_problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, tuning_key
-from tl_attention.problem.options import MAX_WINDOW, Options
+from tl_attention.problem.attn_problem import (
+    FP32_DTYPES,
+    KERNEL_ARGUMENTS,
+    TABLE_ROWS,
+    AttnProblem,
+    OptionArgument,
+    arguments_of,
+    tuning_key,
+)
+from tl_attention.problem.options import MAX_WINDOW, TENSOR_RULES, Options
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 LN2 = math.log(2.0)
@@ -211,26 +219,61 @@ def fragment_blocks(row_blocks: int, width: int) -> tuple:
     return dense((row_blocks, width // 8, 32, 4))
 
 
-class UnusedArguments(NamedTuple):
-    """Placeholders for tensor arguments that a kernel does not read."""
-
-    slopes: torch.Tensor
-    sink: torch.Tensor
-    rng: torch.Tensor
-    lengths: torch.Tensor
-    table: torch.Tensor
-
-
 @functools.cache
-def unused_arguments(device: int) -> UnusedArguments:
-    at = {"device": f"cuda:{device}"}
-    return UnusedArguments(
-        torch.zeros(1, 1, **at),
-        torch.zeros(1, **at),
-        torch.zeros(1, dtype=torch.int64, **at),
-        torch.zeros(1, dtype=torch.int32, **at),
-        torch.zeros(1, 8, dtype=torch.int32, **at),
-    )
+def unused_tensor(device: int, dtype: str, *shape: int) -> torch.Tensor:
+    """Placeholder for a tensor argument that a kernel does not read."""
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device=f"cuda:{device}")
+
+
+# Tensors of options that kernels take in fp32, and users in other dtypes, too
+_CAST_TO_FP32 = {
+    x.value
+    for x in KERNEL_ARGUMENTS
+    if x.dtype == "float32" and x.value in TENSOR_RULES and len(TENSOR_RULES[x.value].dtypes) > 1
+}
+
+
+class OptionValues:
+    """Makes arguments of kernels with options, for launches that have the same ones on.
+
+    Args:
+        names: options of the kernel's problem.
+        batch, heads: of the call.
+        arguments: those that the kernel declares, in its order.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        batch: int,
+        heads: int,
+        device: int,
+        arguments: Sequence[OptionArgument] = KERNEL_ARGUMENTS,
+    ):
+        self.sizes, off, on = (batch, heads), Options(), arguments_of(names)
+        self.values = [_unused_value(x, off, device) for x in arguments]
+        # (index, attribute of Options, may need a cast to fp32, is expanded)
+        self.given = [
+            (i, x.value, x.value in _CAST_TO_FP32, x.is_per_entry) for i, x in enumerate(arguments) if x in on
+        ]
+
+    def __call__(self, options: Options | None) -> tuple[Any, ...]:
+        """Values of the arguments; options are None only where those that are on have no arguments."""
+        values = self.values.copy()
+        for i, name, is_cast, is_expanded in self.given:
+            value = getattr(options, name)
+            if is_cast:
+                value = value.float()
+            values[i] = value.expand(*self.sizes) if is_expanded else value
+        return tuple(values)
+
+
+def _unused_value(argument: OptionArgument, off: Options, device: int) -> Any:
+    """Value of an argument whose option is off."""
+    if not argument.shape:
+        return getattr(off, argument.value)
+    shape = (1 if isinstance(size, str) else size for size in argument.shape)
+    return unused_tensor(device, argument.dtype, *shape)
 
 
 def table_tiles(rows: int, sequences: int) -> int:
@@ -265,7 +308,9 @@ class PackedTiles:
         by_sequence: bool = False,
     ):
         self.kernel, self.causal, self.device, self.by_sequence = kernel, causal, device, by_sequence
-        self.unused = unused_arguments(device)
+        self.unused_lengths = unused_tensor(device, "int32", 1)
+        self.unused_table = unused_tensor(device, "int32", 1, TABLE_NUMBERS)
+        self.unused_lse = unused_tensor(device, "float32", 1, 1)
         self.counts = table_counts(total_q, total_k, batch, by_sequence)
         self.blocks, self.blocks_of_both = (dense((n, 2, batch + 1), torch.int32) for n in (1, 2))
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
@@ -286,9 +331,9 @@ class PackedTiles:
             step_rows: rows per step of the kernel that reads the table.
             lse: [.., total_q].
         """
-        table, unused = empty(*self.table_q), self.unused
-        lse = lse.view(-1, lse.shape[-1]) if self.clearing_ctas else unused.slopes
-        self._fill(options, step_rows, self.blocks, table, unused.table, self.rows.of(out) * 3, lse)
+        table = empty(*self.table_q)
+        lse = lse.view(-1, lse.shape[-1]) if self.clearing_ctas else self.unused_lse
+        self._fill(options, step_rows, self.blocks, table, self.unused_table, self.rows.of(out) * 3, lse)
         return table
 
     def tables(
@@ -297,7 +342,7 @@ class PackedTiles:
         """Tile tables of queries and of keys, as table(). gradients: dq, dk, dv."""
         tables = empty(*self.table_q), empty(*self.table_k)
         rows = self.rows.of(*gradients)
-        self._fill(options, step_rows, self.blocks_of_both, *tables, rows, self.unused.slopes)
+        self._fill(options, step_rows, self.blocks_of_both, *tables, rows, self.unused_lse)
         return tables
 
     def _fill(
@@ -310,9 +355,9 @@ class PackedTiles:
         rows: Sequence[Argument],
         lse: torch.Tensor,
     ) -> None:
-        left, right = (MAX_WINDOW, 0) if self.causal else options.bounds
+        left, right = (MAX_WINDOW, 0) if self.causal else (options.left, options.right)
         used_q, used_k = options.seqused_q, options.seqused_k
-        unused = self.unused.lengths
+        unused = self.unused_lengths
         self.kernel(
             options.cu_seqlens_q,
             options.cu_seqlens_k,
@@ -331,19 +376,3 @@ class PackedTiles:
             self.by_sequence,
             self.clearing_ctas,
         )
-
-
-def option_arguments(
-    options: Options, batch: int, heads: int, device: int, table: torch.Tensor | None = None
-) -> tuple:
-    """Last arguments of a kernel with options, in the order of kernels/scores/options.py."""
-    slopes, sink, rng, _, unused_table = unused_arguments(device)
-    if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.expand(batch, heads)
-    if options.sink is not None:
-        sink = options.sink.float()
-    if options.rng_state is not None:
-        rng = options.rng_state
-    if table is None:
-        table = unused_table if options.place is None else options.place
-    return (*options.bounds, options.softcap, slopes, sink, rng, options.drop_below, table)

@@ -13,14 +13,21 @@ from tl_attention.config.kernel_configs import MERGE_NUMBERS, DecodeConfig, appe
 from tl_attention.launch.arrays import ArgumentViews, page_rows_of
 from tl_attention.launch.common import (
     LN2,
+    OptionValues,
     PlanCache,
     compile_config,
     compile_needed,
     dense,
     empty,
-    unused_arguments,
+    unused_tensor,
 )
-from tl_attention.problem.attn_problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.problem.attn_problem import (
+    DECODE_ARGUMENTS,
+    DECODE_TILE_WIDTHS,
+    DEFAULT_DTYPE,
+    AttnProblem,
+    decode_problem,
+)
 from tl_attention.problem.options import MAX_WINDOW, Cache, Options, as_stored
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
@@ -139,7 +146,8 @@ class DecodePlan:
         )
         self.counts = heads // heads_kv, m_blocks, given
         self.pages = capacity, page_size, k.shape[0], page_k, page_v, rule, ctas
-        self.batch, self.heads = batch, heads
+        self.option_values = OptionValues(problem.options, batch, heads, self.device, DECODE_ARGUMENTS)
+        self.unused_lengths, self.unused_table = _unused_indices(self.device)
 
     def __call__(
         self,
@@ -159,19 +167,17 @@ class DecodePlan:
         elif q.stride() != self.q_strides or q.data_ptr() & 15 or q.is_neg():
             q = q.clone(memory_format=torch.contiguous_format)
         out, lse = empty(*self.out), empty(*self.lse)
-        slopes, sink, _, no_lengths, no_table = unused_arguments(self.device)
         if workspace is None:
             o_parts, lse_parts, merges = empty(*self.o_parts), empty(*self.lse_parts), empty(*self.merges)
         else:
             o_parts, lse_parts, merges = self._divide(workspace)
-        if options.alibi_slopes is not None:
-            slopes = options.alibi_slopes.expand(self.batch, self.heads)
-        if options.sink is not None:
-            sink = options.sink.float()
+        no_lengths, no_table = self.unused_lengths, self.unused_table
         seqlens, seqlen = no_lengths, cache.seqlens
         if isinstance(seqlen, torch.Tensor):
             seqlens, seqlen = seqlen, 0
-        left, right = (MAX_WINDOW, 0) if causal else options.bounds
+        left, right, softcap, slopes, sink = self.option_values(options)
+        if causal:
+            left, right = MAX_WINDOW, 0
         self.kernel(
             q,
             *self.views.of(cache.k, cache.v),
@@ -192,7 +198,7 @@ class DecodePlan:
             *self.pages,
             left,
             right,
-            options.softcap,
+            softcap,
             slopes,
             sink,
         )
@@ -290,7 +296,7 @@ def append_to_cache(
         return q
     q, k_new, v_new = as_stored(q), as_stored(k_new), as_stored(v_new)
     rotated = empty(*dense(q.shape, q.dtype))
-    *_, no_lengths, no_table = unused_arguments(device)
+    no_lengths, no_table = _unused_indices(device)
     angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (as_stored(cos), as_stored(sin))
     tensor = isinstance(cache.seqlens, torch.Tensor)
     paged = cache.block_table is not None
@@ -315,6 +321,12 @@ def append_to_cache(
         cache.k.shape[0],
     )
     return q if cos is None else rotated
+
+
+@functools.cache
+def _unused_indices(device: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lengths, block table): placeholders for a cache without them."""
+    return unused_tensor(device, "int32", 1), unused_tensor(device, "int32", 1, 1)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from tl_attention.launch.bwd_kernels import build_backward_ahead
 from tl_attention.launch.common import (
     LN2,
     MAX_GRID,
+    OptionValues,
     PackedTiles,
     PlanCache,
     compile_config,
@@ -34,7 +35,6 @@ from tl_attention.launch.common import (
     find_config,
     fragment_blocks,
     has_no_sequences,
-    option_arguments,
     qkv_key,
     tile_counts,
 )
@@ -54,7 +54,6 @@ from tl_attention.problem.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
 plan_cache = PlanCache()
-NO_OPTIONS = Options()
 
 
 class FwdKernels(NamedTuple):
@@ -189,7 +188,6 @@ class FwdPlan:
         names = () if options is None else options.names
         if added:
             names = *names, "added"
-        self.has_options = bool(names)
         shares = None
         if not names and traced is None:
             plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
@@ -202,6 +200,7 @@ class FwdPlan:
         if found is None:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
+        self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
         self.block, self.shares = (config.block_M, config.block_N), config.schedule == "shared"
         self.tickets = self.device, config.schedule in ("dynamic", "shared"), TICKETS + self.sms * self.shares
         self.hold_max = config.hold_max
@@ -339,10 +338,10 @@ class FwdPlan:
         tickets = stream_tickets(*self.tickets)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
-        if self.has_options:
-            options = options or NO_OPTIONS
-            table = self.tiles.table(options, self.step_rows, *results) if self.packed else None
-            arguments += option_arguments(options, self.batch, self.heads, self.device, table)
+        if self.option_values is not None:
+            arguments += self.option_values(options)
+            if self.packed:
+                arguments = *arguments[:-1], self.tiles.table(options, self.step_rows, *results)
         if self.pages is not None:
             arguments += (block_table, *self.pages.arguments)
         if traced is not None:

@@ -213,5 +213,5 @@ def packed_splits(options: Options, total_q: int, total_k: int, heads: int, cost
     batch = options.cu_seqlens_q.shape[0] - 1
     longest_q = min(options.max_seqlen_q, total_q)
     tiles = min(total_q // TABLE_ROWS + batch, batch * -(-longest_q // TABLE_ROWS))
-    keys = min(options.max_seqlen_k, total_k, sum(options.bounds) + TABLE_ROWS)  # per tile
+    keys = min(options.max_seqlen_k, total_k, options.left + options.right + TABLE_ROWS)  # per tile
     return key_splits(heads * tiles, -(-keys // TILE), costs)

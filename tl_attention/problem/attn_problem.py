@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tl_attention.problem.program import Program
 
@@ -90,20 +90,66 @@ MAX_SPLITS = 128  # CTAs per tile
 TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows
 FAR = 2**30  # rows; larger than any length, see sources.tiles.packed
 
-# Variants of plain attention, in this order. Which options are on is compiled in; their values are runtime arguments.
-#   window   a query sees only keys near its diagonal
-#   softcap  softcap * tanh(score / softcap)
-#   alibi    score - slope * |distance|
-#   sink     one extra logit per head in the softmax denominator
-#   dropout  probabilities become 0 at random
-#   varlen   packed sequences of different lengths
-OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
-# Variants for calls on parts of a sequence, listed after the options. The configs of the problem without them serve
-#   placed   positions of the first query and key in their sequences are runtime values; always with window, never with varlen
-#   added    the forward merges its result into that of other keys, which is in memory in fp32
-#   partial  the backward stores its gradients, to which those of other calls are added, in fp32; not with fp32 inputs
+
+class OptionArgument(NamedTuple):
+    """An argument of the kernels with options: its type in a kernel, its value in a launch.
+
+    Args:
+        name: in the kernels.
+        dtype: of a number, or of the elements of a tensor.
+        value: attribute of options.Options that is the number or tensor. For a tensor that is None a launch passes one that nobody reads.
+        shape: of a tensor, in sizes by name, each a runtime value of its own, and in numbers; (): a number. One per batch and head is
+            strided, and in a launch a view with the sizes of the call.
+    """
+
+    name: str
+    dtype: str
+    value: str
+    shape: tuple[str | int, ...] = ()
+
+    @property
+    def is_per_entry(self) -> bool:
+        """True for a tensor with a number per batch entry and head."""
+        return "batch" in self.shape
+
+
+# Variants of plain attention, and the arguments of kernels that have their values, both in this order. Which options are on is compiled in.
+OPTION_ARGUMENTS: dict[str, tuple[OptionArgument, ...]] = {
+    # A query sees only keys near its diagonal
+    "window": (OptionArgument("left", "int32", "left"), OptionArgument("right", "int32", "right")),
+    # softcap * tanh(score / softcap)
+    "softcap": (OptionArgument("softcap", "float32", "softcap"),),
+    # score - slope * |distance|
+    "alibi": (OptionArgument("Slopes", "float32", "alibi_slopes", ("batch", "heads")),),
+    # One extra logit per head in the softmax denominator
+    "sink": (OptionArgument("Sink", "float32", "sink", ("heads",)),),
+    # Probabilities become 0 at random
+    "dropout": (
+        OptionArgument("Rng", "int64", "rng_state", ("numbers",)),
+        OptionArgument("drop_below", "int32", "drop_below"),
+    ),
+    # Packed sequences of different lengths. Their launch passes a table of tiles as Table, which `placed` leaves to them
+    "varlen": (),
+    # Variants for calls on parts of a sequence. The configs of the problem without them serve.
+    # Positions of the first query and key in their sequences are runtime values; always with window, never with varlen
+    "placed": (OptionArgument("Table", "int32", "place", ("entries", 8)),),
+    # The forward merges its result into that of other keys, which is in memory in fp32
+    "added": (),
+    # The backward stores its gradients, to which those of other calls are added, in fp32; not with fp32 inputs
+    "partial": (),
+}
 PART_OPTIONS = ("placed", "added", "partial")
+OPTIONS = tuple(name for name in OPTION_ARGUMENTS if name not in PART_OPTIONS)
 DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
+
+
+def arguments_of(options: Iterable[str]) -> tuple[OptionArgument, ...]:
+    """Arguments of kernels that may have these options."""
+    return tuple(argument for name in options for argument in OPTION_ARGUMENTS[name])
+
+
+KERNEL_ARGUMENTS = arguments_of(OPTION_ARGUMENTS)
+DECODE_ARGUMENTS = arguments_of(DECODE_OPTIONS)
 
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
 DIRECTIONS = ("fwd", "bwd", "bwd_det")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.problem.attn_problem import OPTIONS, PART_OPTIONS, length_bucket
+from tl_attention.problem.attn_problem import OPTION_ARGUMENTS, length_bucket
 
 UNLIMITED = -1
 MAX_WINDOW = 2**30  # above any length, and far from the end of int32
@@ -51,7 +51,7 @@ def _metadata(
 
     Args:
         schema: its type in the schema of the torch ops.
-        kernel: its name in problem.OPTIONS or PART_OPTIONS, for an option that is compiled into kernels.
+        kernel: its name in attn_problem.OPTION_ARGUMENTS, for an option that is compiled into kernels.
         launch: it changes the launch of a kernel, without being compiled into it.
         reference: the reference takes it by its name.
         gradient: it is a tensor that has one.
@@ -157,19 +157,23 @@ class Options:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Options that kernels are compiled for, in the order of problem.OPTIONS, then PART_OPTIONS."""
+        """Options that kernels are compiled for, in the order of attn_problem.OPTION_ARGUMENTS."""
         return tuple(kernel for kernel, name, default in _COMPILED if self._has(name, default))
 
     @functools.cached_property
-    def bounds(self) -> tuple[int, int]:
-        """The window of the kernels: MAX_WINDOW where there is no limit."""
-        left, right = (MAX_WINDOW if n == UNLIMITED else n for n in self.window)
-        return left, right
+    def left(self) -> int:
+        """Left bound of the kernels' window: MAX_WINDOW where there is no limit."""
+        return MAX_WINDOW if self.window[0] == UNLIMITED else self.window[0]
+
+    @functools.cached_property
+    def right(self) -> int:
+        """Right bound of the kernels' window: MAX_WINDOW where there is no limit."""
+        return MAX_WINDOW if self.window[1] == UNLIMITED else self.window[1]
 
     @functools.cached_property
     def window_keys(self) -> int:
         """Keys in a window, rounded up to a power of two; without a window a number above any length."""
-        return 1 << sum(self.bounds).bit_length()
+        return 1 << (self.left + self.right).bit_length()
 
     @functools.cached_property
     def max_seqlen_q_rounded(self) -> int:
@@ -203,7 +207,7 @@ class Options:
 
     def without_tensors(self) -> Options:
         """Copy without tensors, for a later with_tensors()."""
-        _ = self.names, self.key
+        _ = self.names, self.key, self.left, self.right, self.drop_below
         return self.with_tensors(**_NO_TENSORS)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -214,7 +218,7 @@ class Options:
         """Values of the fields in GRADIENTS, in order."""
         return tuple([self.__dict__[name] for name in GRADIENTS])
 
-    @property
+    @functools.cached_property
     def drop_below(self) -> int:
         """Dropout threshold: a weight is dropped if its random byte is below it."""
         return max(1, round(256 * self.dropout_p)) if self.dropout_p else 0
@@ -273,7 +277,7 @@ _SWITCHES = tuple((x.name, x.default) for x in _ALL if x.metadata["kernel"] or x
 _COMPILED = tuple(
     sorted(
         ((x.metadata["kernel"], x.name, x.default) for x in _ALL if x.metadata["kernel"]),
-        key=lambda option: (*OPTIONS, *PART_OPTIONS).index(option[0]),
+        key=lambda option: tuple(OPTION_ARGUMENTS).index(option[0]),
     )
 )
 

@@ -17,7 +17,6 @@ import tilelang.language as T
 from tl_attention.config.kernel_configs import MERGE_FIELDS, MERGE_NUMBERS, DecodeConfig
 from tl_attention.kernels.decode.load import KeyLoader, PageLookup, chunk_columns
 from tl_attention.kernels.decode.work import (
-    DecodeOptionArguments,
     KeyRanges,
     RowTables,
     Segment,
@@ -26,14 +25,15 @@ from tl_attention.kernels.decode.work import (
     WorkSizes,
     rolled,
 )
-from tl_attention.kernels.scores.options import Scores
+from tl_attention.kernels.scores.options import OptionArguments, Scores, argument_types
 from tl_attention.kernels.seams import pipeline
+from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import TileRing, sync_warpgroup
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.sources.pages import CachePages
 from tl_attention.kernels.sources.tiles import packed
-from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.attn_problem import DECODE_ARGUMENTS, AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -58,7 +58,7 @@ class DecodeArguments:
     lse_unit: Any
     heads_per_kv: Any
     split_rule: Any
-    options: DecodeOptionArguments
+    options: OptionArguments
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             item whose part 0 it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
         heads_per_kv, m_blocks: query heads per key head, query tiles per key head.
         split_rule: see work.py.
-        left, right, softcap, Slopes, Sink: see DecodeOptionArguments.
+        left, .., Sink: attn_problem.DECODE_ARGUMENTS. The window is always on.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_N, v_in_k = config.block_N, config.v_in_k
@@ -140,7 +140,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         "seqlens_n, leftpad_n, caches_n, table_n, pages_n"
     )
     slots, part_rows, entries = T.dynamic("slots, part_rows, entries")
-    slopes_batch, slopes_heads, sink_heads = T.dynamic("slopes_batch, slopes_heads, sink_heads")
+    option_types = argument_types(DECODE_ARGUMENTS)
 
     def query_tile(w: Any) -> Any:
         """Number of the query tile of a warpgroup in shared memory."""
@@ -430,13 +430,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         # Division of the work
         split_rule: T.int32,
         ctas: T.int32,
-        # Options
-        left: T.int32,
-        right: T.int32,
-        softcap: T.float32,
-        Slopes: T.StridedTensor([slopes_batch, slopes_heads], [T.dynamic("slopes_stride"), 1], "float32"),
-        Sink: T.Tensor([sink_heads], "float32"),
     ):
+        options = declare(option_types)
         with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as cta:
             T.pdl_trigger()  # combine.py may launch; it waits for the end of this kernel
             T.annotate_min_blocks_per_sm(config.ctas_per_sm)
@@ -455,8 +450,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             shared = DecodeTiles(Q_shared, K_ring, V_ring, segments, rows)
             ranges = KeyRanges(Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity)
             pages = CachePages(Table, page_size, num_pages, stride_k, stride_v)
-            sizes = WorkSizes(block_N, batch, seqlen_q, heads_kv * m_blocks, m_blocks, left, split_rule, ctas)
-            options = DecodeOptionArguments(left, right, softcap, Slopes, Sink)
+            sizes = WorkSizes(
+                block_N, batch, seqlen_q, heads_kv * m_blocks, m_blocks, options.left, split_rule, ctas
+            )
             arguments = DecodeArguments(
                 Q, O, Lse, O_parts, Lse_parts, Merges, softmax_scale, lse_unit, heads_per_kv, split_rule, options
             )  # fmt: skip

@@ -352,24 +352,6 @@ class Segment:
         return self.box.read(self.turn[0], name)
 
 
-@dataclass(frozen=True)
-class DecodeOptionArguments:
-    """Kernel arguments of the options; those of an option that the problem does not have are not read.
-
-    Args:
-        left, right: int32, keys that a query sees before and after its diagonal. The window is always on.
-        softcap: float32, c of c * tanh(score / c).
-        Slopes: float32 [batch, heads], of ALiBi.
-        Sink: float32 [heads], one more score per head.
-    """
-
-    left: Any
-    right: Any
-    softcap: Any
-    Slopes: Any
-    Sink: Any
-
-
 @T.meta_class
 class RowTables:
     """Tables [warpgroups, 64] in shared memory of the rows of a query tile. A row is one query of one head; adjacent rows share a query."""

@@ -5,7 +5,8 @@ A kernel contains code only for the options that its problem names. Their values
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -18,23 +19,20 @@ from tl_attention.kernels.scores.traced import Traced
 from tl_attention.kernels.scores.traced_arguments import TracedArguments
 from tl_attention.kernels.seams.roles import Roles
 from tl_attention.kernels.seams.softmax import LOG2E
-from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, AttnProblem, OptionArgument
 from tl_attention.problem.program import LISTED_ROWS
+
+_Values = make_dataclass("_Values", [(x.name, Any) for x in KERNEL_ARGUMENTS], frozen=True)
 
 
 @dataclass(frozen=True)
-class OptionArguments:
-    """Arguments of a kernel with options. Those of options that the problem lacks are not read."""
+class OptionArguments(_Values):
+    """Arguments of a kernel with options: a field per attn_problem.KERNEL_ARGUMENTS, by its name, and those of the problem's program.
 
-    left: Any  # window: keys left of the diagonal
-    right: Any  # window: keys right of it
-    softcap: Any
-    Slopes: Any  # ALiBi: [batch, heads] fp32
-    Sink: Any  # [heads] fp32
-    Rng: Any  # int64 [2]: seed, offset
-    drop_below: Any  # an element is dropped if its random byte, 0 to 255, is below this
-    Table: Any  # varlen: scheduler.TileOrder's table; placed: options.Options.place
-    traced: TracedArguments | None = None  # of the problem's program
+    Those of options that the problem lacks are not read. Table is scheduler.TileOrder's with packed sequences, else options.Options.place.
+    """
+
+    traced: TracedArguments | None = None
 
     @property
     def window(self) -> tuple[Any, Any]:
@@ -42,24 +40,28 @@ class OptionArguments:
 
 
 def option_arguments(problem: AttnProblem) -> OptionArguments:
-    """Types of OptionArguments; False, for which TileLang makes no argument, if the problem has no options.
+    """Types of OptionArguments; none if the problem has no options.
 
     The tensor of an option that is off may be any tensor of the same rank.
     """
-    if not problem.options:
-        return OptionArguments(False, False, False, False, False, False, False, False)
-    sizes = T.dynamic("slopes_batch, slopes_heads, sink_heads, rng_numbers, table_entries")
-    slopes_batch, slopes_heads, sink_heads, rng_numbers, table_entries = sizes
-    return OptionArguments(
-        left=T.int32,
-        right=T.int32,
-        softcap=T.float32,
-        Slopes=T.StridedTensor([slopes_batch, slopes_heads], [T.dynamic("slopes_stride"), 1], "float32"),
-        Sink=T.Tensor([sink_heads], "float32"),
-        Rng=T.Tensor([rng_numbers], "int64"),
-        drop_below=T.int32,
-        Table=T.Tensor([table_entries, 8], "int32"),
-    )
+    return argument_types(KERNEL_ARGUMENTS if problem.options else ())
+
+
+def argument_types(arguments: Sequence[OptionArgument]) -> OptionArguments:
+    """Types of these arguments; False, for which declare() makes no argument, of others."""
+    types = dict.fromkeys((x.name for x in KERNEL_ARGUMENTS), False)
+    return OptionArguments(**types | {x.name: _type_of(x) for x in arguments})
+
+
+def _type_of(argument: OptionArgument) -> Any:
+    """Type of an argument for declare()."""
+    if not argument.shape:
+        return T.dtype(argument.dtype)
+    prefix = argument.name.lower()
+    sizes = [T.dynamic(f"{prefix}_{size}") if isinstance(size, str) else size for size in argument.shape]
+    if argument.is_per_entry:
+        return T.StridedTensor(sizes, [T.dynamic(f"{prefix}_stride"), 1], argument.dtype)
+    return T.Tensor(sizes, argument.dtype)
 
 
 def sink_score(problem: AttnProblem, options: OptionArguments | None, tile: Any, split: bool) -> Any:

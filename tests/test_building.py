@@ -398,6 +398,8 @@ def asked(monkeypatch) -> list:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     for module in (launch.fwd, launch.decode):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    for module in (launch.common, launch.decode):
+        monkeypatch.setattr(module, "unused_tensor", lambda device, dtype, *shape: torch.zeros(shape))
     monkeypatch.setattr(launch.fwd, "device_costs", lambda device: costs_of())
     return calls
 
@@ -442,6 +444,6 @@ def test_decode_needs_the_kernels_of_its_number_of_queries_alone(asked):
     from tl_attention.problem.options import Cache, Options
 
     q, k = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 256, 8, 128, dtype=torch.bfloat16)
-    launch.decode.DecodePlan(q, Cache(k, k, 256), Options(), 0, False)
+    launch.decode.DecodePlan(q, Cache(k, k, 256), Options(), False)
     problem = decode_problem("bfloat16", 128, 128, ())
     assert asked == [configs.decode_config(problem, 1).kernels(problem)]

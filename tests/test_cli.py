@@ -560,6 +560,8 @@ def test_compile_of_decode_covers_every_call(width, queries, page_size, monkeypa
 
     monkeypatch.setattr(launch.common, "compile_kernels", compile_kernels)
     monkeypatch.setattr(launch.decode, "sm_count", lambda device: 132)
+    for module in (launch.common, launch.decode):
+        monkeypatch.setattr(module, "unused_tensor", lambda device, dtype, *shape: torch.zeros(shape))
     q, k, v = (
         torch.zeros(1, rows, 4, n, dtype=torch.float16)
         for rows, n in ((queries, width[0]), (256, width[0]), (256, width[1]))
@@ -571,7 +573,7 @@ def test_compile_of_decode_covers_every_call(width, queries, page_size, monkeypa
         )
         table = torch.zeros(1, k.shape[0], dtype=torch.int32)
     cache = Cache(k, v, k.shape[1], block_table=table)
-    launch.decode.DecodePlan(q, cache, Options(), 0, False)
+    launch.decode.DecodePlan(q, cache, Options(), False)
     assert set(asked) <= set(catalog.decode_kernels(["float16"], [width]))
 
 

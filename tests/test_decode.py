@@ -67,7 +67,7 @@ def test_rows_of_a_cache_include_those_between_two_caches():
         launch.arrays.page_rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
 
 
-def test_plans_are_found_by_metadata_or_by_handle(monkeypatch):
+def test_plans_are_found_by_metadata(monkeypatch):
     made = []
 
     class Plan:
@@ -80,11 +80,11 @@ def test_plans_are_found_by_metadata_or_by_handle(monkeypatch):
     monkeypatch.setattr(launch.decode, "DecodePlan", Plan)
     monkeypatch.setattr(launch.decode, "plan_cache", PlanCache())
     q, k = torch.zeros(1, 1, 8, 64), torch.zeros(1, 32, 2, 64)
-    first, second = object(), object()
 
-    def plan(keys, known):
-        return launch.attend_cache(q, Cache(keys, keys, 5), 1.0, False, Options(), handle=known)
+    def plan(keys, splits=0):
+        return launch.attend_cache(q, Cache(keys, keys, 5), 1.0, Options(num_splits=splits))
 
-    assert plan(k, None) is plan(k, first) is plan(k, first) is plan(k, second) is made[0]
-    assert plan(k[:, :16], None) is plan(k[:, :16], object()) is made[1]
-    assert len(made) == 2
+    assert plan(k) is plan(k) is made[0]
+    assert plan(k[:, :16]) is plan(k[:, :16]) is made[1]
+    assert plan(k, 2) is plan(k, 2) is made[2]
+    assert len(made) == 3

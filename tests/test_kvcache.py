@@ -454,15 +454,16 @@ def test_errors(changes, error, text, device):
 
 
 def test_checks_run_once_per_metadata():
-    kvcache._call_handles.clear()
+    calls = launch.fwd.plan_cache.calls
+    calls.clear()
     for new in (False, True, True):
         flash_attn_with_kvcache(**small(new=2 * new))
-    assert len(kvcache._call_handles) == 2
+    assert len(calls) == 2
     for window in ((3, 3), [3, 3]):
         flash_attn_with_kvcache(**small() | {"window_size": window})
-        assert len(kvcache._call_handles) == 3
+        assert len(calls) == 3
     flash_attn_with_kvcache(**small() | {"cache_batch_idx": None, "softmax_scale": 1})
-    assert len(kvcache._call_handles) == 4
+    assert len(calls) == 4
 
 
 EQUAL = {
@@ -563,27 +564,28 @@ def test_workspace_bytes_without_work():
         assert kvcache_workspace_bytes(**SIZES, device=device) == kvcache_workspace_bytes(**SIZES)
 
 
-LAUNCHED = {  # arguments: causal and window at the launch, and whether each query is rotated by its own position
-    "plain": ({}, False, (-1, -1), False),
-    "causal": ({"causal": True, "window_size": [-1, None]}, True, (-1, -1), True),
-    "causal-window": ({"causal": True, "window_size": (7, 7)}, False, (7, 0), True),
-    "window": ({"window_size": (-1, 3)}, False, (-1, 3), True),
-    "causal-by-window": ({"window_size": (None, 0)}, True, (-1, -1), True),
+LAUNCHED = {  # arguments: window at the launch, and whether each query is rotated by its own position
+    "plain": ({}, (-1, -1), False),
+    "causal": ({"causal": True, "window_size": [-1, None]}, (-1, 0), True),
+    "causal-window": ({"causal": True, "window_size": (7, 7)}, (7, 0), True),
+    "window": ({"window_size": (-1, 3)}, (-1, 3), True),
+    "causal-by-window": ({"window_size": (None, 0)}, (-1, 0), True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "causal", "window", "moves"), LAUNCHED.values(), ids=LAUNCHED)
-def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monkeypatch):
+@pytest.mark.parametrize(("changes", "window", "moves"), LAUNCHED.values(), ids=LAUNCHED)
+def test_masks_are_canonical_at_the_launch(changes, window, moves, monkeypatch):
     seen = []
     monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
     monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
     arguments = {**small(), "softmax_scale": 2, **NEW, **ROTARY, "causal": False, **changes}
     workspace = zeros(64, dtype=torch.uint8)
-    how = {"num_splits": 3 * causal, "batch_invariant": not causal, "workspace": workspace}
+    splits = 3 if moves else 0
+    how = {"num_splits": splits, "batch_invariant": not moves, "workspace": workspace}
     assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
     (
         (k, v, _, cos, sin, interleaved, moved_queries),
-        (_, cache, scale, *masks, splits, invariant, given, _),
+        (_, cache, scale, options, invariant, given, _),
     ) = seen
     assert (
         (k, v, cos, sin) == (*NEW.values(), *ROTARY.values())
@@ -591,9 +593,9 @@ def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monke
         and moved_queries is moves
     )
     names = () if window == (-1, -1) else ("window",)
-    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, names)
+    assert (options.window, options.num_splits, options.names) == (window, splits, names)
     assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
-    assert (scale, splits, invariant, given) == (2.0, 3 * causal, not causal, workspace)
+    assert (scale, invariant, given) == (2.0, not moves, workspace)
 
 
 def test_new_latent_values_are_part_of_the_keys(monkeypatch):

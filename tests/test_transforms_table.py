@@ -160,7 +160,7 @@ def check_ops(name, tensors):
         torch.library.opcheck(
             ops.append.default, (q, new, new, cache, cache.clone(), *fields, None, None, True, False)
         )
-        scores = 0.125, True, [-1, -1], 0.0, None, None, 0, False, None
+        scores = 0.125, False, None, [-1, 0]
         torch.library.opcheck(ops.decode.default, (q, cache, cache, *fields, *scores))
         return
     if name == "flash_attn_varlen_func, pages":

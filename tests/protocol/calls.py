@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.config import catalog, configs
 from tl_attention.config.catalog import PAGED
 from tl_attention.problem.attn_problem import DECODE, DEFAULT_DTYPE, DIRECTIONS, DTYPES, JVP, AttnProblem
-from tl_attention.problem.options import Cache, Options
+from tl_attention.problem.options import UNLIMITED, Cache, Options
 from tl_attention.tracing.trace import trace
 
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
@@ -292,6 +292,8 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
                 (torch.zeros(longest + 10, 8, dtype=dtype),) * 2 if chance.random() < 0.5 else (None, None)
             )
             launch.append_to_cache(q, *added, cache, *angles, False, True)
-        launch.attend_cache(q, cache, draw.scale, chance.random() < 0.5, options, splits, invariant)
+        window = (UNLIMITED, 0) if chance.random() < 0.5 else options.window
+        asked = replace(options, window=window, num_splits=splits)
+        launch.attend_cache(q, cache, draw.scale, asked, invariant)
 
     return call

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -11,7 +12,7 @@ from tl_attention import launch
 from tl_attention.api import flash
 from tl_attention.api.docstrings import complete
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.common import check_device, check_options, check_window, expect_bool, expect_scale
+from tl_attention.checks.common import check_device, expect_bool, expect_scale
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.kvcache import (
     cache_capacity,
@@ -27,32 +28,38 @@ from tl_attention.checks.kvcache import (
 )
 from tl_attention.checks.lengths import check_entries, check_positions, skips_check
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
+from tl_attention.launch.decode import DecodePlan
 from tl_attention.problem.options import (
+    SCHEMA,
     UNLIMITED,
     Cache,
     Options,
-    as_stored_eagerly,
-    canonical_window,
+    parse_options,
     writing,
 )
+from tl_attention.problem.request import Request, new_request
 from tl_attention.problem.target import H200_SMS, sm_count
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
+from tl_attention.torch_ops.attend import checked_options, options_again
 from tl_attention.torch_ops.ops import check_device_or_warn, is_traced, scale_of
-
-MAX_CALL_HANDLES = 2048
 
 _PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
 _NO_OPTIONS = Options()
+_SWITCHES = bool, bool, bool, int
 
 
-class CallHandle:
-    """Handle of calls whose metadata passed the checks, and which share a launch plan.
+class _KnownCall(NamedTuple):
+    """Facts that follow from the signature of a call that has passed the checks. They hold no tensor.
 
-    It hashes by identity, so that finding a plan by it is cheaper than hashing the metadata again.
+    Attributes:
+        options: as _checked_options() returns them, without their tensors.
+        takes_tensors: the options have some.
+        plan: None on the CPU, and without queries or keys.
     """
 
-
-_call_handles: dict[tuple, CallHandle] = {}  # by metadata of the tensors, and the other arguments
+    options: Options
+    takes_tensors: bool
+    plan: DecodePlan | None
 
 
 def flash_attn_with_kvcache(
@@ -134,8 +141,6 @@ def flash_attn_with_kvcache(
         check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
     if return_softmax_lse is not False:
         expect_bool("return_softmax_lse", return_softmax_lse)
-    if type(window_size) is list:  # a list has no hash
-        window_size = tuple(window_size)
     sink = learnable_sink
     if isinstance(sink, torch.Tensor):
         sink = sink.detach()  # makes a plain tensor of a parameter
@@ -146,16 +151,21 @@ def flash_attn_with_kvcache(
     traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN_TYPES
     if traced:
         check_no_forward_ad("flash_attn_with_kvcache")
-    handle = key = None
+    known = signature = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
-    if not traced and switches == (bool, bool, bool, int):
-        # Types too, as 1 == True
-        values = (
-            softmax_scale, type(softmax_scale), window_size, softcap, type(softcap), num_splits, causal, batch_invariant,
-            type(cache_seqlens),
+    if not traced and switches == _SWITCHES:
+        values = softmax_scale, softcap, num_splits, causal, batch_invariant
+        known, signature = _look_up(tensors, values, window_size, type(cache_seqlens))
+    if known is not None and not known.takes_tensors:
+        options = known.options
+    else:
+        request = new_request(
+            q, k_cache, v_cache, softmax_scale, causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+            learnable_sink=sink, num_splits=num_splits,
         )  # fmt: skip
-        handle, key = _look_up(tensors, values)
-    if handle is None:
+        if known is not None:
+            options = options_again(request, known.options)
+    if known is None:
         check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
         check_rotary(q, k_cache, v_cache, k, rotary_cos, rotary_sin, block_table)
@@ -163,15 +173,13 @@ def flash_attn_with_kvcache(
         expect_bool("causal", causal)
         expect_bool("rotary_interleaved", rotary_interleaved)
         check_splits(num_splits, batch_invariant)
-        of_scores = {"alibi_slopes": alibi_slopes, "sink": sink}
-        check_options(q, q.shape[0], window_size, softcap, 0.0, of_scores)
+        options = _checked_options(request)
         if workspace is not None:
             sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
             device = q.device.index
             needed = _workspace_bytes(sizes, num_splits, batch_invariant, device) if q.is_cuda else 0
             check_workspace(q, workspace, needed)
         check_device_or_warn(q, traced)
-        handle = None if key is None else _keep_handle(key)
 
     capacity = cache_capacity(k_cache, block_table)
     new = 0 if k is None else k.shape[1]
@@ -181,8 +189,7 @@ def flash_attn_with_kvcache(
         check_seqlen(cache_seqlens, capacity, new)
     if k is not None and v is None:
         v = k[..., : v_cache.shape[3]]
-    causal, options = _canonical(causal, window_size, softcap, alibi_slopes, sink)
-    queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
+    queries_move = options.window != _NO_OPTIONS.window
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_lengths is not False or check_block_table is not False or checks_lengths.ALWAYS:
         expect_bool("check_lengths", check_lengths)
@@ -194,8 +201,15 @@ def flash_attn_with_kvcache(
     if k is not None:
         append = _append_by_op if traced else _append
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, queries_move)
-    arguments = scale_of(q, softmax_scale), causal, options, num_splits, batch_invariant, workspace
-    out, lse = _decode_by_op(q, cache, *arguments) if traced else _decode(q, cache, *arguments, handle)
+    arguments = scale_of(q, softmax_scale), options, batch_invariant, workspace
+    if traced:
+        out, lse = _decode_by_op(q, cache, *arguments)
+    else:
+        out, lse = _decode(q, cache, *arguments, None if known is None else known.plan)
+    if known is None and signature is not None:
+        plan = launch.decode_plan(q, cache, options, batch_invariant) if q.is_cuda else None
+        takes_tensors = not (alibi_slopes is sink is None)
+        launch.keep_call(signature, _KnownCall(options.without_tensors(), takes_tensors, plan))
     return (out, lse) if return_softmax_lse else out
 
 
@@ -251,41 +265,36 @@ def _workspace_bytes(
     )
 
 
-def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[CallHandle | None, tuple | None]:
-    """Return the handle of an earlier call with this metadata, or None, and its key, or None if a value cannot be hashed."""
+def _look_up(
+    tensors: Sequence[torch.Tensor | None],
+    values: tuple,
+    window_size: tuple[int | None, int | None],
+    seqlens: type,
+) -> tuple[_KnownCall | None, tuple | None]:
+    """(known, signature): what is kept of an earlier call with this signature, or None; None: the call has no signature.
+
+    Args:
+        values: softmax_scale, softcap and arguments whose types are checked.
+        seqlens: type of cache_seqlens.
+    """
     try:
-        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
-        return _call_handles.get(key), key
-    # An argument that is no tensor, a list, a nested tensor
-    except (AttributeError, TypeError, RuntimeError):
+        left, right = window_size
+        signature = (
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+            *values, left, right, seqlens,
+            # As 1 == True
+            type(values[0]), type(values[1]), type(left), type(right),
+        )  # fmt: skip
+        return launch.kept_call(signature), signature
+    # An argument that is no tensor or no pair, a nested tensor, a value without a hash
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
 
-def _keep_handle(key: tuple) -> CallHandle:
-    """New handle for calls with this metadata, whose checks have passed."""
-    if len(_call_handles) >= MAX_CALL_HANDLES:
-        _call_handles.clear()
-    handle = _call_handles[key] = CallHandle()
-    return handle
-
-
-def _canonical(
-    causal: bool,
-    window_size: tuple[int | None, int | None],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sink: torch.Tensor | None,
-) -> tuple[bool, Options]:
-    """(causal, options) of arguments that the checks of this or of an earlier call have passed."""
-    window = UNLIMITED, UNLIMITED
-    if window_size != window:
-        if bool in map(type, window_size):  # equal to the int of an earlier call
-            check_window(window_size)
-        causal, window = canonical_window(causal, window_size)
-    if alibi_slopes is None and sink is None and not softcap and window == _NO_OPTIONS.window:
-        return causal, _NO_OPTIONS
-    slopes, sink = (None if x is None else as_stored_eagerly(x).contiguous() for x in (alibi_slopes, sink))
-    return causal, Options(window, float(softcap), alibi_slopes=slopes, sink=sink)
+def _checked_options(request: Request) -> Options:
+    """Checked options of a call in canonical form, where a causal mask is a window."""
+    causal, options = checked_options(request, 0)
+    return replace(options, window=(UNLIMITED, 0)) if causal else options
 
 
 def _append(
@@ -318,19 +327,17 @@ def _decode(
     q: torch.Tensor,
     cache: Cache,
     softmax_scale: float,
-    causal: bool,
     options: Options,
-    num_splits: int,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
-    handle: CallHandle | None = None,
+    plan: DecodePlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """launch.attend_cache, or the reference on CPU tensors."""
+    """A launch, with a known plan or by launch.attend_cache, or the reference on CPU tensors."""
     check_addresses(cache, workspace)
+    if plan is not None:
+        return plan(q, cache, softmax_scale, options, workspace)
     if q.is_cuda:
-        return launch.attend_cache(
-            q, cache, softmax_scale, causal, options, num_splits, batch_invariant, workspace, handle
-        )
+        return launch.attend_cache(q, cache, softmax_scale, options, batch_invariant, workspace)
     batch_idx, leftpad, starts = check_entries(q, cache)
     out, lse = kvcache_reference(
         q,
@@ -338,7 +345,6 @@ def _decode(
         cache.v,
         [start + cache.new for start in starts],
         softmax_scale,
-        causal,
         batch_idx=batch_idx,
         leftpad=leftpad,
         block_table=cache.block_table,
@@ -350,6 +356,7 @@ def _decode(
 CACHE_SCHEMA = (
     "Tensor? seqlens, SymInt seqlen, SymInt new, Tensor? batch_idx, Tensor? leftpad, Tensor? block_table"
 )
+CACHE_FIELDS = CACHE_SCHEMA.count(",") + 1
 
 
 def _fields(cache: Cache) -> tuple:
@@ -437,8 +444,8 @@ def _(
     "tl_attention::decode",
     mutates_args=("workspace",),
     device_types=("cuda", "cpu"),
-    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, float softmax_scale, bool causal, SymInt[] window, float softcap,"
-    " Tensor? alibi_slopes, Tensor? sink, SymInt num_splits, bool batch_invariant, Tensor(a!)? workspace) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, float softmax_scale, bool batch_invariant,"
+    f" Tensor(a!)? workspace, {SCHEMA}) -> (Tensor, Tensor)",
 )
 def decode_op(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: object
@@ -446,10 +453,9 @@ def decode_op(
     """Attention to the keys in the cache."""
     if q.is_cuda:
         check_device(q)
-    *fields, scale, causal, window, softcap, slopes, sink, num_splits, batch_invariant, workspace = arguments
-    options = Options(tuple(window), softcap, alibi_slopes=slopes, sink=sink)
-    cache = _from_fields(k_cache, v_cache, *fields)
-    return _decode(q, cache, scale, causal, options, num_splits, batch_invariant, workspace)
+    of_cache, (scale, batch_invariant, workspace, *asked) = arguments[:CACHE_FIELDS], arguments[CACHE_FIELDS:]
+    options = parse_options(*asked) or _NO_OPTIONS
+    return _decode(q, _from_fields(k_cache, v_cache, *of_cache), scale, options, batch_invariant, workspace)
 
 
 @decode_op.register_fake
@@ -481,7 +487,12 @@ def _append_by_op(
 
 
 def _decode_by_op(
-    q: torch.Tensor, cache: Cache, softmax_scale: float, causal: bool, options: Options, *others: object
+    q: torch.Tensor,
+    cache: Cache,
+    softmax_scale: float,
+    options: Options,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fields = options.window, options.softcap, options.alibi_slopes, options.sink
-    return decode_op(q, cache.k, cache.v, *_fields(cache), softmax_scale, causal, *fields, *others)
+    arguments = softmax_scale, batch_invariant, workspace, *options.arguments()
+    return decode_op(q, cache.k, cache.v, *_fields(cache), *arguments)

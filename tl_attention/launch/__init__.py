@@ -2,7 +2,7 @@
 
 from tl_attention.launch.bwd import backward, bwd_plan
 from tl_attention.launch.bwd_passes import bwd_workspace_bytes
-from tl_attention.launch.decode import append_to_cache, attend_cache, decode_workspace_bytes
+from tl_attention.launch.decode import append_to_cache, attend_cache, decode_plan, decode_workspace_bytes
 from tl_attention.launch.fwd import forward, fwd_plan, keep_call, kept_call
 from tl_attention.launch.fwd_jvp import forward_jvp
 from tl_attention.launch.parts import parts_workspace_bytes
@@ -14,6 +14,7 @@ __all__ = [
     "backward",
     "bwd_plan",
     "bwd_workspace_bytes",
+    "decode_plan",
     "decode_workspace_bytes",
     "forward",
     "forward_jvp",

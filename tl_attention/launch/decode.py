@@ -28,12 +28,15 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     decode_problem,
 )
-from tl_attention.problem.options import MAX_WINDOW, Cache, Options, as_stored
+from tl_attention.problem.options import Cache, Options, as_stored
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence
 INVARIANT_KEYS = 1024  # keys per split with batch_invariant
 TILE_ROWS = 64  # rows per consumer warpgroup
+
+# Place of the sink in the values of options
+_SINK = [argument.name for argument in DECODE_ARGUMENTS].index("Sink")
 
 plan_cache = PlanCache()
 
@@ -103,9 +106,7 @@ def decode_workspace_bytes(
 class DecodePlan:
     """Launch plan of a decode: everything that follows from tensor metadata and from which options are on. Serves one thread."""
 
-    def __init__(
-        self, q: torch.Tensor, cache: Cache, options: Options, num_splits: int, batch_invariant: bool
-    ):
+    def __init__(self, q: torch.Tensor, cache: Cache, options: Options, batch_invariant: bool):
         k, v = cache.k, cache.v
         self.device = q.device.index
         batch, seqlen_q, heads, head_dim = q.shape
@@ -122,7 +123,7 @@ class DecodePlan:
         capacity = page_size
         if paged:
             capacity *= cache.block_table.shape[1]
-        rule = _split_rule(num_splits, batch_invariant, capacity, config.block_N)
+        rule = _split_rule(options.num_splits, batch_invariant, capacity, config.block_N)
         m_blocks, ctas, slots, entries = _launch_sizes(
             config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
         )
@@ -154,14 +155,13 @@ class DecodePlan:
         q: torch.Tensor,
         cache: Cache,
         softmax_scale: float,
-        causal: bool,
         options: Options,
         workspace: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for tensors with the metadata of the plan; see attend_cache."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, cache, softmax_scale, causal, options, workspace)
+                return self(q, cache, softmax_scale, options, workspace)
         if self.pad_q is not None:
             q = torch.nn.functional.pad(q, self.pad_q)
         elif q.stride() != self.q_strides or q.data_ptr() & 15 or q.is_neg():
@@ -175,9 +175,7 @@ class DecodePlan:
         seqlens, seqlen = no_lengths, cache.seqlens
         if isinstance(seqlen, torch.Tensor):
             seqlens, seqlen = seqlen, 0
-        left, right, softcap, slopes, sink = self.option_values(options)
-        if causal:
-            left, right = MAX_WINDOW, 0
+        values = self.option_values(options)
         self.kernel(
             q,
             *self.views.of(cache.k, cache.v),
@@ -196,14 +194,10 @@ class DecodePlan:
             seqlen,
             cache.new,
             *self.pages,
-            left,
-            right,
-            softcap,
-            slopes,
-            sink,
+            *values,
         )
         if self.combine is not None:
-            self.combine(o_parts, lse_parts, merges, out, lse, LN2, self.counts[0], sink)
+            self.combine(o_parts, lse_parts, merges, out, lse, LN2, self.counts[0], values[_SINK])
         return out if self.head_dim_v == out.shape[3] else out[..., : self.head_dim_v].contiguous(), lse
 
     def _divide(self, workspace: torch.Tensor) -> list[torch.Tensor]:
@@ -218,44 +212,38 @@ def attend_cache(
     q: torch.Tensor,
     cache: Cache,
     softmax_scale: float,
-    causal: bool,
     options: Options,
-    num_splits: int = 0,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
-    handle: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
     Args:
-        options: window, softcap, alibi_slopes and sink only.
-        num_splits: splits per sequence; 0: all keys are divided evenly among the CTAs.
+        options: window, softcap, num_splits, alibi_slopes and sink only. A causal mask is a window whose right bound is 0. num_splits are
+            those of a sequence; 0: all keys are divided evenly among the CTAs.
         batch_invariant: give splits a fixed number of keys, so that the result of a sequence does not depend on the others.
         workspace: uint8 [decode_workspace_bytes()]; None: the call allocates it.
-        handle: hashable key, equal for calls with equal metadata; None: the plan is looked up by metadata.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
-    plan = plan_cache.plans.get(handle)
+    if not q.numel() or not cache.k.numel() or not cache.v.numel():
+        return _attend_nothing(q, cache.v.shape[3], options)
+    plan = decode_plan(q, cache, options, batch_invariant)
     if plan is None:
-        if not q.numel() or not cache.k.numel() or not cache.v.numel():
-            return _attend_nothing(q, cache.v.shape[3], options)
-        key = _plan_key(q, cache, options, num_splits, batch_invariant)
-        plan = plan_cache.plans.get(key)
-        if plan is None:
-            plan = DecodePlan(q, cache, options, num_splits, batch_invariant)
-            plan_cache.keep(key, plan)
-        if handle is not None:
-            plan_cache.keep(handle, plan)
-    return plan(q, cache, softmax_scale, causal, options, workspace)
+        plan = DecodePlan(q, cache, options, batch_invariant)
+        plan_cache.keep(_plan_key(q, cache, options, batch_invariant), plan)
+    return plan(q, cache, softmax_scale, options, workspace)
 
 
-def _plan_key(
-    q: torch.Tensor, cache: Cache, options: Options, num_splits: int, batch_invariant: bool
-) -> tuple:
+def decode_plan(q: torch.Tensor, cache: Cache, options: Options, batch_invariant: bool) -> DecodePlan | None:
+    """Cached plan for tensors with this metadata, or None."""
+    return plan_cache.plans.get(_plan_key(q, cache, options, batch_invariant))
+
+
+def _plan_key(q: torch.Tensor, cache: Cache, options: Options, batch_invariant: bool) -> tuple:
     k, v, table = cache.k, cache.v, cache.block_table
     return (
-        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), options.names, num_splits, batch_invariant,
+        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), options.names, options.num_splits, batch_invariant,
         None if table is None else table.shape[1],
         isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
     )  # fmt: skip

@@ -118,7 +118,7 @@ def attend(request: Request) -> Outputs:
     scale = default_scale if softmax_scale is None else softmax_scale
     call = scale, causal, lse_base2, heads_first, deterministic
     if options is not None:
-        options = _options_again(request, options) if takes_tensors else options
+        options = options_again(request, options) if takes_tensors else options
         return run_eagerly(q, k, v, call, options, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return differentiable(call, None, plan, q, k, v)
@@ -161,7 +161,7 @@ def _facts(request: Request) -> tuple:
     return tuple(facts)
 
 
-def _options_again(request: Request, options: Options) -> Options:
+def options_again(request: Request, options: Options) -> Options:
     """Options with the tensors of a call whose signature is known. options: those of an earlier call, without its tensors."""
     tensors = _per_head(request)
     if request.dropout_p:

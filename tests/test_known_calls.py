@@ -20,10 +20,11 @@ from tl_attention import (
     mha_bwd_interface,
     mha_fwd_interface,
 )
+from tl_attention.api import kvcache
 from tl_attention.config.costs import costs_of
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, OPTION_ARGUMENTS
-from tl_attention.problem.options import PUBLIC_NAMES, TENSOR_RULES, Options
+from tl_attention.problem.options import MAX_WINDOW, PUBLIC_NAMES, TENSOR_RULES, Options
 from tl_attention.torch_ops import attend as attend_module
 from tl_attention.torch_ops import ops
 
@@ -310,6 +311,7 @@ def test_each_argument_of_options_has_a_value_of_its_type(names, kernels):
     tensors = {"rng_state": torch.zeros(2, dtype=torch.int64), "alibi_slopes": torch.rand(HEADS)}
     options = Options((5, 2), 3.0, 0.5, sink=sink, place=place, **tensors) if names else None
     values = launch.common.OptionValues(names, 2, HEADS, 0)(options)
+    assert KERNEL_ARGUMENTS[-1].name == "Table"  # launches of packed sequences replace the last one
     for argument, value in zip(KERNEL_ARGUMENTS, values, strict=True):
         if argument.shape:
             assert (value.dtype, value.ndim) == (getattr(torch, argument.dtype), len(argument.shape))
@@ -426,6 +428,32 @@ def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
         memory.clear()
         torch.autograd.grad(out, inputs, torch.ones_like(out))
         assert firsts(*qkv, table, bias) <= memory
+
+
+def test_a_known_call_of_a_cache_launches_the_tensors_of_now(kernels, monkeypatch):
+    monkeypatch.setattr("tl_attention.api.kvcache.check_device_or_warn", lambda *_, **__: None)
+    done, check = [], kvcache.check_cache
+    monkeypatch.setattr(kvcache, "check_cache", lambda *x: done.append(None) or check(*x))
+    q, k, v = (torch.randn(2, 16, HEADS, 64, dtype=BF16) for _ in range(3))
+    options = {"window_size": (5, 0), "softcap": 3, "num_splits": 2}
+    found, refs = [], []
+    for value in (1.0, 2.0, 3.0):
+        kernels.clear()
+        slopes, sink = torch.full((HEADS,), value), torch.nn.Parameter(torch.full((HEADS,), -value), False)
+        flash_attn_with_kvcache(q, k, v, alibi_slopes=slopes, learnable_sink=sink, **options)
+        (*_, left, right, cap, its_slopes, its_sink), combine = kernels
+        assert (left, right, cap) == (5, 0, 3.0) and its_slopes.shape == (2, HEADS)
+        assert its_slopes[0, 0] == value == -its_sink[0] == -combine[-1][0]
+        found.append(facts(kernels))
+        refs += map(weakref.ref, (slopes, sink))
+    assert len(done) == 1 and found[0] == found[1] == found[2]
+    flash_attn_with_kvcache(q, k, v, alibi_slopes=slopes, learnable_sink=sink, **options | {"causal": True})
+    flash_attn_with_kvcache(q, k, v, causal=True)
+    assert len(done) == 3 and kernels[-2][-5:-2] == (MAX_WINDOW, 0, 0.0)
+    kernels.clear()
+    del slopes, sink, its_slopes, its_sink, combine
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
 
 
 def test_launches_of_a_cache_read_values_and_refuse_negated_caches(memory, monkeypatch):

@@ -277,11 +277,11 @@ class KeyPassArguments:
         # fp32: the inputs have columns of parts, or two per number
         cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
         rounds = config.rounds(problem)
-        split = ("k", "v") if splits_keys(problem, config.makes) else ()
+        raw_fp32 = ("k", "v") if splits_keys(problem, config.makes) else ()
         return cls(
             sizes,
             rounded_q,
-            *input_arguments(problem, batch, *lengths, *columns, split=split),
+            *input_arguments(problem, batch, *lengths, *columns, raw_fp32=raw_fp32),
             *(T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2)),
             dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
             rows_argument(problem, "dk", *of_keys, cols_dk),

@@ -96,7 +96,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
-    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split=("q",))
+    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, raw_fp32=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
     # O is stored through the tile of its queries
@@ -337,7 +337,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         code = prelude(problem, roles, cuda_code(problem, config, results))
         with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
             shared = SharedTiles(
-                Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, split=True),
+                Q=input_ring(
+                    problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, raw_fp32=True
+                ),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None

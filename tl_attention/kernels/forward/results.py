@@ -77,7 +77,7 @@ class Results:
 def results_of(
     problem: AttnProblem, config: FwdConfig, batch: Any, heads: Any, seqlen_q: Any, columns_v: Any
 ) -> Results:
-    """Results of a problem; see fwd.flash_fwd for the layouts."""
+    """Results of a problem; see kernel.flash_fwd for the layouts."""
     paged, varlen = config.page_rows > 0, problem.has("varlen")
     if config.split:
         Tiles = PagedPartTiles if paged else PackedPartTiles if varlen else DensePartTiles

@@ -64,7 +64,7 @@ FAULTS = {
         r"(output\.start\(P_parts, shared\.V, .*) - 1\)", r"\1)", FORWARD
     ),
     "forward: O is rescaled before P is rounded": Edit(
-        r"( +round_kept\(acc_s, P_parts, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
+        r"( +round_P\(acc_s, P_parts, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
         r"\2\1",
         FORWARD,
     ),

@@ -278,7 +278,7 @@ class BwdPass:
         return problem.bias_is_linear and not self.dq_apart
 
     def has_five_counts(self, problem: AttnProblem) -> bool:
-        """True if the query blocks of a key tile have five counts, see kernels.query_blocks.QueryBlocks; else they have fewer."""
+        """True if the query blocks of a key tile have five counts, see sources/query_blocks.py; else they have fewer."""
         return problem.is_listed or (self.is_split and problem.has("window"))
 
     def has_dv_tile(self, problem: AttnProblem) -> bool:

@@ -1,12 +1,17 @@
 """FlashAttention backward for Hopper, by keys: dK, dV of a key block and its share of dQ, in one loop over the query blocks.
 
-Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). Scores are transposed, S' = K Q': P'
-and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each consumer warpgroup owns 64 keys.
-The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
+Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). A prime is a transpose. Scores are
+computed as S' = K Q': P' and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each consumer warpgroup owns 64 keys.
+The producer warp fills rings of Q and dO tiles by TMA. differentiate() has the algorithm, and product_orders.py the steps of its loop.
 
+dQ of a step takes dS' of all warpgroups, from shared memory. In the order apart a warpgroup without keys computes it, and TMA adds it to
+sums in global memory (dq_sinks/apart.py); else the consumers compute it in the next step, and add it from registers (dq_before.py).
 delta.py computes Lse_log2 and Delta first; sum.py converts dQ_sum to dQ at the end, or warps of the pass do (dq_sinks/round.py). In fp32
-dQ' = K' dS' is added to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored (dq_sinks/one_tile.py).
-A pass computes one or two of the gradients if registers do not hold dK and dV together, or if dQ must be reproducible. Each computes S'.
+each warpgroup adds dQ' = K' dS' of its keys to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored
+(dq_sinks/one_tile.py).
+
+A pass computes one or two of the gradients if registers do not hold dK and dV together, or if dQ must be reproducible and tiles do not add
+to it in a fixed order, as with the schedule ordered. Each pass computes S'.
 """
 
 import functools
@@ -24,7 +29,7 @@ from tl_attention.kernels.backward.dq_sinks.round_packed import ALL_BLOCKS
 from tl_attention.kernels.backward.dq_sinks.sink import alloc_dq_sink, rounding_of
 from tl_attention.kernels.backward.load import KeyTileProducer
 from tl_attention.kernels.backward.passes import KeyPass
-from tl_attention.kernels.backward.product_orders import order_of
+from tl_attention.kernels.backward.product_orders import step_body_of
 from tl_attention.kernels.backward.shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
 from tl_attention.kernels.backward.step import Elements, KeyStep, Launch
 from tl_attention.kernels.backward.store import store_gradients
@@ -62,70 +67,84 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv. It does not write the other gradients.
 
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
-        Q, dQ: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
-        K, dK, V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
+        Q: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
+        K, V: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
+            fp32: as in split_tile.py in the first pass, which has dk; bf16 parts in the passes after it, as K_parts and V_parts.
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
             In fp32 dQ itself, if the pass computes it; 0 before the kernel. With one_tile dQ, which the kernel stores.
-        dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
+        dK, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
+        dK_parts, dV_parts: partial sums, fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
             With the schedule split as tiles.SplitGradTiles has them.
-        softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
-        Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
+        softmax_scale: fp32.
+        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts.
+    The others are False in a kernel that lacks them:
+        Tickets: int32 [2], zeros before and after the kernel. With every schedule but grid.
+        Turns: int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule ordered.
+        whole: int32, of KeyTileCounts. Only with the schedule split.
         dQ, Progress_dq, sum_slots: see sink.rounding_of. Only where the pass rounds dQ.
-        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
-        K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them,
-            and the others have them in the place of K and V. K and V of the first one are as in split_tile.py.
-        left, .., Table: see options.OptionArguments. Only where the problem has options.
+        K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them.
+    Then the fields of
+        options.OptionArguments: of options.
+        input_parts.InputArguments: config.makes_parts.
+        traced_arguments.TracedArguments: of a program.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
-    block_M, block_N, dynamic = config.block_M, config.block_N, config.is_dynamic
+    block_M, block_N = config.block_M, config.block_N
+    dynamic = config.is_dynamic  # a CTA computes several tiles
     key_pass, varlen = KeyPass(problem, config), problem.has("varlen")
     consumers = WARPGROUP * config.warpgroups
     roles, rounds = pass_roles(problem, config), config.rounds(problem)
-    scores_first, order = key_tiles.scores_come_first(problem, config), order_of(key_pass)
+    scores_first, step_body = key_tiles.scores_come_first(problem, config), step_body_of(key_pass)
 
     args = KeyPassArguments.of(problem, config)
     batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
     option_types = option_arguments(problem)
     input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
-    splits, stores_parts = splits_keys(problem, config.makes), stores_key_parts(problem, config.makes)
 
     @T.macro
-    def differentiate(w, number, turn, first, tile, blocks, launch):
-        """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
+    def differentiate(w, number, turn, first_step, tile, blocks, launch):
+        """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile.
+
+        number: of the tile, if it is the CTA's only one. turn: number of the tile in its CTA. first_step: its first step, as steps are
+            counted through all tiles of a CTA.
+        """
         shared, softmax_scale = launch.shared, launch.softmax_scale
         key = tile.first_key + 64 * w
         scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
         dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
         relative = key_pass.shares_dS and (varlen or config.dq_apart)
         mask = key_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
+        # In base 2. Without dQ from one lane, so in a uniform register; with dQ there are none to spare
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
-        if not key_pass.shares_dS:  # from one lane, so in a uniform register; with dq there are none to spare
+        if not key_pass.shares_dS:
             scale_log2 = T.shfl_sync(scale_log2, 0)
         elements = Elements(scores, dropout, mask, scale_log2)
-        step = KeyStep(key_pass, w, key, turn, first, tile, blocks, elements, launch, name="step")
+        # S', P', dP', dS', dK and dV in registers
+        step = KeyStep(key_pass, w, key, turn, first_step, tile, blocks, elements, launch, name="step")
 
         step.take_keys()
-        begin = first
+        begin = first_step  # of this warpgroup: the first queries may not see the last 64 keys
         if w > 0 and key_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
-            key_tiles.skip_steps(shared.Q, shared.dO, first, skipped, block_M)
+            key_tiles.skip_steps(shared.Q, shared.dO, first_step, skipped, block_M)
             blocks.skip(skipped)
-            begin = first + skipped
-        if not scores_first:
+            begin = first_step + skipped
+        if not scores_first:  # S' of the first step; a step issues that of the next one
             shared.Q.wait(begin)
             step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        step.take_values()
+        step.take_values()  # and clear dK and dV
 
-        for i in T.serial(begin, first + blocks.steps):
-            order(step, i, begin)
+        # In the order apart: P', then dP' beside dV, dS', dK beside the next S'. See product_orders.py
+        for i in T.serial(begin, first_step + blocks.steps):
+            step_body(step, i, begin)
 
-        step.finish(first + blocks.steps - 1)
+        step.finish(first_step + blocks.steps - 1)
         # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
             shared.tile_box.read_tile(turn, tile)
@@ -134,8 +153,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
         key = tile.first_key + 64 * w
         store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
-        if dynamic and not key_pass.frees_V:
-            wait_for_stores()  # costs nothing: the next keys have not arrived either
+        if dynamic and not key_pass.frees_V_early:
+            # dV leaves through the tile of V. The wait costs nothing, as the next keys arrive later
+            wait_for_stores()
             shared.V.release(step.key_step)
 
     @T.macro
@@ -197,19 +217,25 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             inputs = InputParts.of(problem, fp32_inputs, (Q, dO), config.part_stages)
-            sizes = counts, heads_kv, sum_slots, args.rounded_q, options.Table if varlen else None
-            rounding = rounding_of(problem, config, (dQ, dQ_sum, Progress_dq), *sizes)
+            dq_tensors, table = (dQ, dQ_sum, Progress_dq), options.Table if varlen else None
+            rounding = rounding_of(
+                problem, config, dq_tensors, counts, heads_kv, sum_slots, args.rounded_q, table
+            )
             alloc_dq = functools.partial(alloc_dq_sink, problem, config, rounding, Turns, softmax_scale)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
             order_heads = heads_kv * key_tiles.order_parts(config, counts)
-            all_heads, table = (order_heads, options.Table) if varlen else (order_heads * batch, None)
+            all_heads = order_heads if varlen else order_heads * batch  # the table has all sequences
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
+            stores_parts = stores_key_parts(problem, config.makes)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
-                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts, splits),
-                *((K_parts, V_parts) if stores_parts else ()),
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts),
+                splits_keys=splits_keys(problem, config.makes),
+                K_parts=K_parts if stores_parts else None,
+                V_parts=V_parts if stores_parts else None,
+                # dQ_sum is dQ itself
                 dQ=dQ_sum if key_pass.adds_own_dq or config.one_tile else None,
                 dK=dK,
                 dV=dV,
@@ -277,21 +303,26 @@ class KeyPassArguments:
         # fp32: the inputs have columns of parts, or two per number
         cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
         rounds = config.rounds(problem)
-        split = ("k", "v") if splits_keys(problem, config.makes) else ()
+        raw_fp32 = ("k", "v") if splits_keys(problem, config.makes) else ()
+        Q, K, V, dO = input_arguments(problem, batch, *lengths, *columns, raw_fp32=raw_fp32)
         return cls(
             sizes,
             rounded_q,
-            *input_arguments(problem, batch, *lengths, *columns, split=split),
-            *(T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2)),
-            dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
-            rows_argument(problem, "dk", *of_keys, cols_dk),
-            rows_argument(problem, "dv", *of_keys, cols_dv),
-            FragmentBlocks.argument(dk_blocks, problem.head_dim),
-            FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
-            T.Tensor([2], "int32") if config.is_dynamic else False,
-            T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
-            rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
-            T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
+            Q=Q,
+            K=K,
+            V=V,
+            dO=dO,
+            Lse_log2=T.Tensor([batch_rows, heads, rounded_q], "float32"),
+            Delta=T.Tensor([batch_rows, heads, rounded_q], "float32"),
+            dQ_sum=dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
+            dK=rows_argument(problem, "dk", *of_keys, cols_dk),
+            dV=rows_argument(problem, "dv", *of_keys, cols_dv),
+            dK_parts=FragmentBlocks.argument(dk_blocks, problem.head_dim),
+            dV_parts=FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
+            Tickets=T.Tensor([2], "int32") if config.is_dynamic else False,
+            Turns=T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
+            dQ=rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
+            Progress_dq=T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
             **key_parts,
         )
 

@@ -50,7 +50,7 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Build the kernel of the pass that computes dq alone.
 
-    Kernel arguments: as in bwd.flash_bwd, with dQ instead of its outputs, and after softmax_scale:
+    Kernel arguments: as in by_keys.flash_bwd, with dQ instead of its outputs, and after softmax_scale:
         heads_per_kv, m_blocks, group_heads, ctas: int32, see scheduler.TileCounts.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v

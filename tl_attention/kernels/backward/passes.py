@@ -72,8 +72,8 @@ class KeyPass:
         return self.stages_P or (self.config.reuse_registers and self.makes_dv and self.problem.is_sloped)
 
     @property
-    def frees_V(self) -> bool:
-        """True if dV leaves by another way than the tile of V."""
+    def frees_V_early(self) -> bool:
+        """True if the tile of V is free after the last product, as dV does not leave through it."""
         return self.config.has_dv_tile(self.problem) or self.problem.is_fp32
 
     @property

@@ -1,8 +1,8 @@
 """Orders of a step of the backward by keys: each is a list of the products and waits of a step, from its S' to its last product.
 
-At the beginning of a step its S' = K Q' is in flight, from the step before, unless the order begins with it. Products are issued, and run
-beside what follows until a wait. all_but("dV") waits until at most dV is in flight. Registers decide: dP' takes those of S', and dS' those
-of P', or they have their own.
+A prime is a transpose. At the beginning of a step its S' = K Q' is in flight, from the step before, unless the order begins with it.
+Products are issued, and run beside what follows until a wait. all_but("dV") waits until at most dV is in flight. Registers decide: dP'
+takes those of S', and dS' those of P', or they have their own.
 
     step    parts of a step and their registers, see step.KeyStep
     i       number of the step, counted through all tiles of a CTA
@@ -20,8 +20,8 @@ from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.seams import products as fp32
 
 
-def order_of(key_pass: KeyPass) -> Callable[..., None]:
-    """The order of a pass, a macro."""
+def step_body_of(key_pass: KeyPass) -> Callable[..., None]:
+    """The macro of a step of a pass, which has its order of products."""
     problem, config, makes_dv = key_pass.problem, key_pass.config, key_pass.makes_dv
     scores_first = scores_come_first(problem, config)
     if key_pass.shares_dS:

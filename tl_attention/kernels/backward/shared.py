@@ -26,17 +26,17 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, TileRing | None]:
     """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
-    warpgroups, split = config.warpgroups, splits_keys(problem, config.makes)
+    warpgroups, raw_fp32 = config.warpgroups, splits_keys(problem, config.makes)
     shares_dq = config.makes_all and not problem.is_fp32
     # Warps that read K: for dq all of them
     readers = 4 * warpgroups if config.is_dynamic and shares_dq else 4
     if config.dq_apart:
         readers = 8  # those of the warpgroup that owns the keys, and those of dq
     chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
-    K = input_ring(problem, "K", [warpgroups, 64], problem.head_dim, readers, split, chunk)
+    K = input_ring(problem, "K", [warpgroups, 64], problem.head_dim, readers, raw_fp32, chunk)
     if "dk" not in config.makes:
         return K, None
-    return K, input_ring(problem, "V", [warpgroups, 64], problem.head_dim_v, 4, split)
+    return K, input_ring(problem, "V", [warpgroups, 64], problem.head_dim_v, 4, raw_fp32)
 
 
 def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None) -> Any:

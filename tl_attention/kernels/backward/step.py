@@ -182,7 +182,7 @@ class KeyStep:
             self.last_read.release(last)
             if scores_come_first(self.problem, config) and not key_pass.dS_in_P:
                 shared.dO.release(last)
-            if key_pass.frees_V:
+            if key_pass.frees_V_early:
                 shared.V.release(self.key_step)
         if config.dq_apart or (config.is_dynamic and self.problem.is_fp32):
             shared.K.release(self.key_step)

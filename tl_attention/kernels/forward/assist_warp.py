@@ -26,7 +26,7 @@ class Followed:
     launch: Any
 
 
-def steps_from(config: FwdConfig, first: int, steps: Any) -> Any:
+def loop_over(config: FwdConfig, first: int, steps: Any) -> Any:
     """Loop over the steps from `first` on. Unrolled by 4, as nvcc would, a producer that recomputes tiles has too few registers."""
     if config.hold_max:
         return T.unroll(first, steps, annotations={"pragma_unroll_factor": 1})
@@ -36,7 +36,7 @@ def steps_from(config: FwdConfig, first: int, steps: Any) -> Any:
 @T.macro
 def load_values(followed, first_step, tile, blocks):
     launch = followed.launch
-    for step in steps_from(followed.config, 0, blocks.steps):
+    for step in loop_over(followed.config, 0, blocks.steps):
         launch.tiles.load_v(launch.shared.V, first_step + step, tile, blocks, step)
 
 

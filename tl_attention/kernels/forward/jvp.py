@@ -42,7 +42,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     """Kernel(Q, K, V, tQ, tK, tV, O, Lse, tO, tLse, softmax_scale, lse_unit, heads_per_kv, m_blocks, group_heads, ctas).
 
     Args of the kernel:
-        Q, K, V, O, Lse, and the numbers: as in fwd.flash_fwd.
+        Q, K, V, O, Lse, and the numbers: as in kernel.flash_fwd.
         tQ, tK, tV, tO: t_tiles, like Q, K, V, O with strides of their own.
         tLse: fp32 [batch, heads, seqlen_q], the tangent of Lse in its unit. A row without keys has tO = 0, tLse = 0.
     """

@@ -2,7 +2,14 @@
 
 Dao 2023 (FlashAttention-2, alg. 1) in the schedule of Shah et al. 2024 (FlashAttention-3). One producer warp feeds rings of K and V
 tiles by TMA. Each consumer warpgroup owns 64 queries and keeps two products in flight: S = Q Kᵀ of one key block beside O += P V of
-the step before. Steps go from the last key block to the first; with near_first from the diagonal on, under a block mask as it lists them.
+the step before. Steps go from the last key block to the first. See mask.NearFirstKeyBlocks and block_lists.py for other orders.
+
+attend() has the algorithm; load() is its other end.
+
+    turn        number of a tile in its CTA
+    first_step  first step of a tile in the rings of K and V, whose steps are counted through all tiles of a CTA
+    q_step      step of the ring of Q: one per tile and warpgroup
+    query       the first of 64 queries
 """
 
 import functools
@@ -32,7 +39,7 @@ from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
-from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_kept
+from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_P
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
@@ -64,7 +71,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
             fp32: K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; Q as in split_tile.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
-        Tickets: int32 [2], zeros before and after the kernel. With the schedule shared [ctas or more], see shared_tiles.py.
+        Tickets: int32 [2], zeros before and after the kernel; with the schedule shared [sms], 2 + ctas or more, see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
     Then, each group where the problem or the config asks for it, the fields of
         options.OptionArguments: of options.
@@ -81,36 +88,40 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
+    # bf16 parts of an fp32 number, and the pairs of them that are multiplied; in 16 bits one part, one pair
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
-    persistent, shares = config.schedule != "grid", config.schedule == "shared"
+    persistent = config.schedule != "grid"  # a CTA computes several tiles
+    shares_tiles = config.schedule == "shared"  # and CTAs share some of them, see shared_tiles.py
     registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
-    o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
+    o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
     turns = Turns(config.warpgroups, config.ping_pong)
     first_row = functools.partial(query_tiles.first_row, problem, config)
     skips = query_tiles.hides_steps(problem, config)
     skips_last = query_tiles.hides_last_steps(problem, config)
+    # See KeyBlocks.keep_queries()
     counts_queries = skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3))
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
-    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split=("q",))
+    q_view, k_view, v_view, _do_view = input_arguments(problem, batch, *lengths, *columns, raw_fp32=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
-    # O is stored through the tile of its queries
+    # O is stored through the slot of its queries
     O_in_Q = head_dim == head_dim_v and not results.from_registers
     slots = QuerySlots(config, O_in_Q, first_row)
-    results = replace(results, slots=slots)
-    tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
+    results = replace(results, slots=slots)  # store() frees slots
+    tickets_view = T.Tensor([T.dynamic("sms") if shares_tiles else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
     piece_types = PieceArguments.of(problem, config)
     input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        how = split, hold_max, near_keys_first(problem, config), shares
-        return key_blocks(problem, options, mask, tile, block_M, block_N, *how)
+        how = {"split": split, "held": hold_max, "shares": shares_tiles}
+        near_first = near_keys_first(problem, config)
+        return key_blocks(problem, options, mask, tile, block_M, block_N, near_first=near_first, **how)
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
@@ -119,7 +130,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         blocks.start(first_query)
         if split:
             blocks.keep_share(tile.split, splits)
-        if shares:
+        if shares_tiles:
             stream.keep_piece(blocks)
         if makes_parts:
             shared.inputs.wait(tile.batch, tile.kv_head)
@@ -127,18 +138,19 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.load(turn, tile, first_query, tiles, shared.Q)
         if hold_max:
             shared.overflows.begin(turn, stream.recomputes)
-        if persistent:
+        if persistent:  # after Q has a slot: consumers have then read what was in the box
             shared.tile_box.post(turn, tile, first_step, blocks)
-        if two_producers:
+        if two_producers:  # assist_warp.produce_values() loads V
             stream.draw_near_end(turn, 0, blocks.steps)
-            for step in assist_warp.steps_from(config, 1, blocks.steps):
+            for step in assist_warp.loop_over(config, 1, blocks.steps):
                 stream.draw_near_end(turn, step, blocks.steps)
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
         else:
-            for step in assist_warp.steps_from(config, 1, blocks.steps):
+            for step in assist_warp.loop_over(config, 1, blocks.steps):
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
                 slots.load_late(step == 1, turn, tile, first_query, tiles, shared.Q)
+            # Where there is no step 1
             slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, shared.Q)
             stream.draw(turn)
             last = blocks.steps - 1
@@ -162,10 +174,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         blocks = blocks_of(launch.options, mask, tile)
         if persistent:
             stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k, blocks)
-            if shares:
+            if shares_tiles:
                 stream.start()
             turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
+            first_step = T.alloc_var("int32", init=0)
             while stream.has_next:
                 stream.locate(turn, tile)
                 if tile.exists:
@@ -175,7 +187,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     first_step += blocks.steps
                 else:
                     stream.skip_to(tile.group_end)
-                stream.find_overflow(turn)
+                stream.find_overflow(turn)  # of a tile before
             slots.wait_until_read(turn, shared.Q)
             shared.tile_box.close(turn)
             stream.close()
@@ -203,29 +215,32 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         P_parts = (P, *alloc_further_parts([64, block_N], parts))
         acc_o = T.alloc_fragment([64, o_cols], "float32")
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
-        # P V of one key block; without parts O itself
+        # P V of one key block; in 16 bits O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
         scores = ForwardScores(problem, config, launch.options, softmax_scale, shared)
         dropout = Dropout(problem, launch.options, block_N)
         scale_log2 = scores.scale_log2
+        # Causal d64 at 4k 517 -> 505 us; d128 is not faster with it (bf16, H200, 2026-11-27)
         sums_directly = head_dim == 64 and parts == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, scores.may_hold_zero, sums_directly)
-        row_max = RowMax(softmax, hold_max, scores.at_zero(blocks), shared.overflows, recomputes)
+        row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), shared.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
-        q_step = turn * config.warpgroups + w
+        q_step = turn * config.warpgroups + w  # one of slots.free_*() frees its slot, see QuerySlots
         softmax.reset()
         scores.start(tile, query, blocks, scale_log2)
         dropout.start()
-        first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
-        first.skip(w, shared.K, turns, first_step, blocks)
-        first_step = first.after(first_step)
-        last_ones = LastSteps(blocks.hidden_last_steps(query)) if skips_last else NoSteps()
-        last_ones.skip(blocks)
+        # Steps whose keys none of the 64 queries sees: first_step and blocks go on without them
+        hidden_first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
+        hidden_first.skip(w, shared.K, turns, first_step, blocks)
+        first_step = hidden_first.after(first_step)
+        hidden_last = LastSteps(blocks.hidden_last_steps(query)) if skips_last else NoSteps()
+        hidden_last.skip(blocks)
         if counts_queries:
             blocks.keep_queries(query)
-        slots.prepare(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
+        # For raw scores Q takes the sign of softmax_scale
+        slots.wait_for_queries(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of step 0
         block = blocks.at(0, LAST_BLOCK)
@@ -237,60 +252,63 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         output.clear()
         T.wait_wgmma(0)
         shared.K.release(first_step)
-        slots.after_scores(blocks.steps == 1, q_step, shared.Q)
+        slots.free_after_scores(blocks.steps == 1, q_step, shared.Q)
         scores.apply(acc_s, query, block)
-        softmax.update(acc_s, scores.shift(query, block))
+        softmax.update(acc_s, scores.shift(query, block))  # O is 0, so it needs no rescale
         row_max.after_first_step(w, acc_s, blocks.steps)
-        round_kept(acc_s, P_parts, dropout)
+        round_P(acc_s, P_parts, dropout)
 
-        first.release_values(shared.V, first_step)
+        # Only now: V of the last hidden step is loaded after K of step 0
+        hidden_first.release_values(shared.V, first_step)
 
         # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
-        for some in row_max.ranges(blocks):
+        # Unrolled: a loop per masking of the scores, with the row max updated or held
+        for loop in row_max.ranges(blocks):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
-            for i in T.serial(some.count):
-                step = some.steps.first + i
-                block = blocks.at(step, some.steps)
+            for i in T.serial(loop.count):
+                step = loop.steps.first + i
+                block = blocks.at(step, loop.steps)
                 start_scores(w, q_step, first_step + step, block, shared, scores, acc_s)
                 shared.V.wait(first_step + step - 1)
                 output.start(P_parts, shared.V, first_step + step - 1)
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
                 scores.look_up(query, block)
-                T.wait_wgmma(len(products))  # S is complete
+                T.wait_wgmma(len(products))  # S is complete; O += P V stays in flight
                 shared.K.release(first_step + step)
-                slots.after_scores(step == blocks.steps - 1, q_step, shared.Q)
-                scores.apply(acc_s, query, block, some.at_zero)
-                softmax.update(acc_s, scores.shift(query, block), some.update, some.at_zero)
+                slots.free_after_scores(step == blocks.steps - 1, q_step, shared.Q)
+                scores.apply(acc_s, query, block, at_zero=loop.at_zero)
+                softmax.update(acc_s, scores.shift(query, block), follow=loop.update, at_zero=loop.at_zero)
                 output.finish(P_parts, shared.V, first_step + step - 1)  # O is complete, and P free
                 shared.V.release(first_step + step - 1)
-                round_kept(acc_s, P_parts, dropout)
-                if some.update:
-                    softmax.rescale(output.chunks)
+                round_P(acc_s, P_parts, dropout)
+                if loop.update:
+                    softmax.rescale(output.chunks)  # all of O is relative to the row max before
 
-        # O += P V of the last step beside the row sums, O /= row sums
+        # O += P V of the last step beside the row sums
         last = blocks.steps - 1
         shared.V.wait(first_step + last)
         output.start(P_parts, shared.V, first_step + last)
-        # Read again instead of held in registers, and before the box may be refilled
+        # The tile's position, not held in registers meanwhile; read before the box may be refilled
         if persistent:
             shared.tile_box.read_tile(turn, tile)
-        if shares:
+        if shares_tiles:
             blocks.read_partners(turn, shared.tile_box)
-        slots.after_steps(q_step, shared.Q)
+        slots.free_after_steps(q_step, shared.Q)
         row_max.check(turn)
-        softmax.finish(lse, 1.0 if shares else launch.lse_unit, scores.sink(tile))
+        # Pieces have base 2: SharedPieces.merge() applies the unit
+        softmax.finish(lse, 1.0 if shares_tiles else launch.lse_unit, scores.sink(tile))
         query = tiles.first_query(tile, block_M) + first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
         output.finish(P_parts, shared.V, first_step + last)
         shared.V.release(first_step + last)
-        last_ones.release(w, shared.K, shared.V, turns, first_step + blocks.steps)
-        softmax.scale_rows(output.chunks)
+        hidden_last.release(w, shared.K, shared.V, turns, first_step + blocks.steps)
+        softmax.scale_rows(output.chunks)  # O /= row sums
         for n in indices(output.chunks):
             dropout.scale_kept(output.chunks[n])
 
-        row_max.wait_for_first_result()
+        row_max.wait_for_first_result()  # of a tile that is computed twice
         results.store(w, q_step, tile, query, blocks, launch, output.chunks, lse)
 
     @T.macro
@@ -308,6 +326,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             if tile.exists:
+                # The blocks that load() counts
                 blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)
@@ -336,23 +355,24 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         options = replace(options, traced=traced_arguments(problem, hold_max))
         code = prelude(problem, roles, cuda_code(problem, config, results))
         with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
+            q_shape = [int(q_stages * config.warpgroups), 64]  # q_stages may be 1.5
             shared = SharedTiles(
-                Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, split=True),
+                Q=input_ring(problem, "Q", q_shape, head_dim, 4, raw_fp32=True),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
                 if O_in_Q or results.from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
-                tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
+                tile_box=TileBox(varlen, padded=shares_tiles and problem.causal) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, has_two_sides(problem, config)),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
-                pieces=SharedPieces.of(config, pieces, Tickets) if shares else None,
+                pieces=SharedPieces.of(config, pieces, Tickets) if shares_tiles else None,
                 inputs=InputParts.of(problem, inputs, (K, V), config.part_stages) if makes_parts else None,
             )
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
-            longest_first = (problem.is_uneven or problem.has("window")) and not shares
+            longest_first = (problem.is_uneven or problem.has("window")) and not shares_tiles
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(
                 counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M

@@ -19,6 +19,11 @@ class QuerySlots:
 
     With one and a half, Q of warpgroup 1 is loaded to the slot of warpgroup 0 in the previous tile, once that has begun this tile.
 
+    A warpgroup frees its slot by one of these calls:
+
+        O leaves through the slot: free_after_result(), in a piece free_after_piece(); with more than one tile of slots free_previous()
+        else: free_after_steps(); persistent with one tile of slots free_after_scores()
+
     Args:
         hold_output: O is stored through the slot of its queries.
         first_row: first_row(w) -> first query of a warpgroup in its tile.
@@ -34,8 +39,8 @@ class QuerySlots:
         return (0,) if self.config.q_stages == 1.5 else tuple(range(self.config.warpgroups))
 
     @property
-    def free_after_scores(self) -> bool:
-        """True if a slot is free after the last S. With more slots the box of the tile, read again at its end, might be refilled."""
+    def frees_early(self) -> bool:
+        """True if a slot is freed right after the last S. With more slots the box of the tile, read again at its end, might be refilled."""
         return not self.hold_output and self.config.q_stages == 1 and self.config.schedule != "grid"
 
     @T.inline
@@ -64,37 +69,37 @@ class QuerySlots:
                 Q.release(q_step - self.config.warpgroups)
 
     @T.inline
-    def after_scores(self, is_last, q_step, Q):
+    def free_after_scores(self, is_last, q_step, Q):
         """Free the slot after the last S, if O does not leave through it."""
-        if self.free_after_scores:
+        if self.frees_early:
             if is_last:
                 Q.release(q_step)
 
     @T.inline
-    def after_steps(self, q_step, Q):
-        """Free the slot after the last step, if O does not leave through it and after_scores() has not."""
-        if not self.hold_output and not self.free_after_scores:
+    def free_after_steps(self, q_step, Q):
+        """Free the slot after the last step, if O does not leave through it and free_after_scores() has not."""
+        if not self.hold_output and not self.frees_early:
             Q.release(q_step)
 
     @T.inline
-    def after_piece(self, q_step, Q):
+    def free_after_piece(self, q_step, Q):
         """Free the slot of a tile whose O another CTA stores."""
         if self.hold_output and self.config.q_stages == 1:
             Q.release(q_step)
 
     @T.inline
-    def after_result(self, q_step, Q):
+    def free_after_result(self, q_step, Q):
         """Free the only slot once O has been stored from it; free_previous() does it for more."""
         if self.config.q_stages == 1:
             wait_for_stores()
             Q.release(q_step)
 
     @T.inline
-    def prepare(self, problem, w, q_step, Q, softmax_scale, makes_positive):
-        """Wait for Q of a warpgroup, and split it into parts.
+    def wait_for_queries(self, problem, w, q_step, Q, softmax_scale, takes_sign):
+        """Wait for Q of a warpgroup, and split fp32 into parts.
 
-        makes_positive: softmax_scale is replaced by its magnitude, as the row max is a maximum of raw scores. So Q changes its sign where
-            the scale is negative.
+        takes_sign: Q changes its sign where softmax_scale is negative. The softmax multiplies raw scores by the magnitude of the scale, as
+            the row max is their maximum.
         """
         if self.config.q_stages == 1.5:
             # The other warpgroup has left the slot: two phases behind, the next wait would pass at once
@@ -102,7 +107,7 @@ class QuerySlots:
         Q.wait(q_step)
         if problem.parts > 1:
             split_tile(problem, w, Q, q_step)
-        if makes_positive:
+        if takes_sign:
             if softmax_scale < 0:
                 Q.negate(q_step)
                 T.fence_proxy_async()

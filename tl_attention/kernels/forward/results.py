@@ -58,14 +58,14 @@ class Results:
         if self.shares:
             if blocks.partners[0] < 0:
                 shared.pieces.store(blocks.rank[0], w, chunks[0], lse)
-                slots.after_piece(q_step, shared.Q)
+                slots.free_after_piece(q_step, shared.Q)
             shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, launch.lse_unit)
         if blocks.partners[0] >= 0 if self.shares else True:
             if self.from_registers:
                 tiles.store_result(chunks, lse, tile, query)
             elif slots.hold_output:
                 store_output(w, tile, query, tiles, shared.Q.tiles, q_step % shared.Q.slots, chunks[0])
-                slots.after_result(q_step, shared.Q)
+                slots.free_after_result(q_step, shared.Q)
             else:
                 wait_for_stores()  # of the previous tile
                 sync_warpgroup(w)
@@ -77,7 +77,7 @@ class Results:
 def results_of(
     problem: AttnProblem, config: FwdConfig, batch: Any, heads: Any, seqlen_q: Any, columns_v: Any
 ) -> Results:
-    """Results of a problem; see fwd.flash_fwd for the layouts."""
+    """Results of a problem; see kernel.flash_fwd for the layouts."""
     paged, varlen = config.page_rows > 0, problem.has("varlen")
     if config.split:
         Tiles = PagedPartTiles if paged else PackedPartTiles if varlen else DensePartTiles

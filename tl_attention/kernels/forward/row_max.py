@@ -40,7 +40,7 @@ class RowMax:
 
     Args:
         holds: FwdConfig.hold_max.
-        polynomial: that of ForwardScores.at_zero().
+        polynomial: that of ForwardScores.polynomial_cap().
         overflows, recomputes: of the tile, where the row max is held.
     """
 
@@ -60,7 +60,7 @@ class RowMax:
             self.softmax.hold_zero(w, acc_s, self.recomputes == 0)
 
     def ranges(self, blocks: KeyBlocks) -> tuple[MaxSteps, ...]:
-        """The steps after step 0. With hold_max they hold the row max once each row has seen a key, unless the tile is recomputed."""
+        """Loops after step 0. With hold_max they hold the row max once each row has seen a key, unless the tile is recomputed."""
         if self.holds and blocks.listed:
             # A tile that is recomputed has all steps in the first range: full blocks have bits of ones
             again, (first, *others) = self.recomputes != 0, blocks.ranges

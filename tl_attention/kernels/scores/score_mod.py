@@ -84,8 +84,8 @@ class ForwardScores:
             return self.scores.scale_log2
         return self.scores.not_too_small(T.max(T.abs(self.softmax_scale) * LOG2E, SMALLEST_SCALE))
 
-    def at_zero(self, blocks: KeyBlocks) -> PolynomialCap | None:
-        """Softcap of the steps of a tile whose row max is 0 and held, which has to be in its range; None: there are no such steps."""
+    def polynomial_cap(self, blocks: KeyBlocks) -> PolynomialCap | None:
+        """Begin the softcap of the steps whose row max is 0 and held, which apply() needs; None: there are no such steps."""
         if self.may_hold_zero:
             keys = blocks.steps * self.config.block_N
             self.polynomial = PolynomialCap(self.softmax_scale, self.options.softcap, keys)

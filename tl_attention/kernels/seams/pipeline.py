@@ -175,17 +175,17 @@ def input_ring(
     shape: list[int],
     width: int,
     consumer_warps: int,
-    split: bool = False,
+    raw_fp32: bool = False,
     chunk: int = 64,
 ) -> TileRing:
     """TileRing of Q, K, V or dO, [slots, rows] of shape, all parts of its `width` columns side by side.
 
     Args:
-        split: in fp32 split_tile.py makes the parts.
+        raw_fp32: fp32 is loaded as it is, and split_tile.py makes the parts; else TMA loads the parts. Of no effect in 16 bits.
         chunk: as in alloc_swizzled.
     """
     columns, dtype = problem.parts * width, problem.dtype_of(name.lower())
-    loaded = HALVES * width if split and problem.is_fp32 else None
+    loaded = HALVES * width if raw_fp32 and problem.is_fp32 else None
     numbers = {"parts": problem.parts, "chunk": chunk, "loaded": loaded}
     return TileRing([*shape, columns], dtype, consumer_warps, name=name, **numbers)
 

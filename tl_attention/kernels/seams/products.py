@@ -43,8 +43,8 @@ def split_kept(acc, tiles):
 
 
 @T.macro
-def round_kept(acc, tiles, dropout):
-    """Round probabilities, those that dropout keeps, to the parts of a tile."""
+def round_P(acc, tiles, dropout):
+    """Round probabilities to 16 bits, or to the parts of a tile, and drop those that dropout does not keep."""
     if len(tiles) > 1:
         dropout.drop(acc)
         split_parts(acc, tiles)

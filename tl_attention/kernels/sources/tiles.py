@@ -182,17 +182,17 @@ def input_arguments(
     heads_kv: Any,
     columns_qk: Any,
     columns_v: Any,
-    split: tuple[str, ...] = (),
+    raw_fp32: tuple[str, ...] = (),
 ) -> tuple:
     """Tensor arguments Q, K, V and dO, as rows_argument.
 
-    split: names of those that split_tile.py splits in fp32. They have two columns per number, not one per part.
+    raw_fp32: names of those that split_tile.py splits in fp32. They have two columns per number, not one per part.
     """
     of_queries, of_keys = (batch, seqlen_q, heads), (batch, seqlen_k, heads_kv)
     rows = {"q": of_queries, "k": of_keys, "v": of_keys, "do": of_queries}
     columns = {"q": columns_qk, "k": columns_qk, "v": columns_v, "do": columns_v}
     if problem.is_fp32:
-        columns |= {name: T.dynamic(f"columns_{name}") for name in split}
+        columns |= {name: T.dynamic(f"columns_{name}") for name in raw_fp32}
     return tuple(rows_argument(problem, name, *rows[name], columns[name]) for name in rows)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tl_attention.api.block_masks import ListsState, origin_of_lists
 from tl_attention.checks.transforms import ARGUMENT_ERRORS
@@ -20,10 +21,16 @@ from tl_attention.tracing.captures import Captures, versions
 from tl_attention.tracing.fine_blocks import with_fine_blocks
 from tl_attention.tracing.intervals import Blocks, distance_bounds, stream_of
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 MAX_LISTS = 8  # of one mask, for other batches and heads
 MAX_COMPARED = 64  # functions that the lists of one mask were compared with
 MAX_TOKENS = 1024
 _kept: weakref.WeakKeyDictionary[Any, KeptMask] = weakref.WeakKeyDictionary()
+_of_lists: Any = (
+    WeakTensorKeyDictionary()
+)  # kv_indices that a graph of torch.compile has -> facts -> (lists, KeptMask)
 _tokens: dict[tuple[Any, ...], int] = {}
 _numbers = itertools.count(2)  # True and False are 1 and 0
 
@@ -160,6 +167,43 @@ def kept_mask(block_mask: Any) -> KeptMask:
     if kept is None or not kept.is_of(block_mask):
         kept = _kept[block_mask] = KeptMask(block_mask, [] if kept is None else kept.in_graphs)
     return kept
+
+
+def block_mask_of(
+    lists: Sequence[torch.Tensor], blocks: Sequence[int], mask_mod: Callable[..., Any]
+) -> BlockMask:
+    """A BlockMask of lists that a graph of torch.compile has, with the KeptMask of earlier calls on them.
+
+    Args:
+        lists: those of LISTS that are not None.
+        blocks: BLOCK_SIZE and seq_lengths.
+    """
+    facts = (*blocks, *versions(lists), *map(_place, lists))
+    of_lists = _of_lists.setdefault(lists[1], {})
+    # Other tensors of the same memory: they do not keep the key of _of_lists alive
+    aliases, kept = of_lists.get(facts) or ([x.detach() for x in lists], None)
+    mask = _block_mask_class()(
+        tuple(blocks[2:]),
+        *aliases,
+        *[None] * (8 - len(lists)),
+        BLOCK_SIZE=tuple(blocks[:2]),
+        mask_mod=mask_mod,
+    )
+    if kept is None:
+        if len(of_lists) >= MAX_LISTS:
+            of_lists.clear()
+        kept = KeptMask(mask, [])
+        of_lists[facts] = aliases, kept
+    _kept[mask] = kept
+    return mask
+
+
+@functools.cache
+def _block_mask_class() -> type[BlockMask]:
+    """PyTorch's BlockMask, imported at the first call: the tools of torch that it needs take time to import."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask
 
 
 def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int, by_bits: bool = True) -> Call:

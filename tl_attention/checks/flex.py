@@ -92,7 +92,12 @@ def is_block_mask(x: Any) -> bool:
 
 
 def check_not_transformed(function: str) -> None:
-    """Refuse torch.func, which would have to see the functions inside the kernels. function: the public one, for the error."""
+    """Refuse torch.func, which would have to see the functions inside the kernels. function: the public one, for the error.
+
+    torch.compile asks the op of the call instead.
+    """
+    if torch.compiler.is_compiling():
+        return
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             f"{function}: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported with functions, masks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +31,9 @@ def device(request):
 
 
 @pytest.fixture
-def learned(device):
+def learned(request):
     """A bias per head and distance, one per head, both learned, and documents."""
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
     return SimpleNamespace(
         bias=torch.randn(HEADS, 200, device=device, requires_grad=True),
         slopes=torch.rand(HEADS, device=device, requires_grad=True),
@@ -338,13 +340,71 @@ def test_lists_of_a_graph_are_kept_until_they_change():
     def kept(lists):
         return flex_lists.kept_mask(flex_lists.block_mask_of(lists, blocks, causal))
 
-    gc.collect()
-    before = len(flex_lists._of_lists)
     first = kept(lists)
     assert kept(lists) is first
+    assert kept([x.detach() for x in lists]) is first, "lists of a backward"
     assert kept([x.clone() for x in lists]) is not first
     lists[0].add_(0)
     assert kept(lists) is not first
-    del mask, lists, first
+    first = weakref.ref(first)
+    del lists
     gc.collect()
-    assert len(flex_lists._of_lists) == before
+    assert first() is None
+
+
+def test_flex_compile_makes_lists_of_a_mask_once(learned, monkeypatch):
+    made = []
+
+    class Counted(flex_lists.KeptMask):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(flex_lists, "KeptMask", Counted)
+    mask = create_block_mask(
+        in_document(learned.documents), None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=BLOCK
+    )
+    run, _ = compiled(lambda q, mask: flex_attention(q, q, q * 2, None, mask), "cpu")
+    for _ in range(3):
+        run(rows("cpu"), mask).sum().backward()
+    assert len(made) == 1
+
+
+def test_recording_refuses_to_read_values_outside_of_compiled_code():
+    """A graph break leaves functions to Python, where leaves have values."""
+    for function in (lambda score, *_: score if score > 0 else -score, lambda score, *_: score * int(score)):
+        with pytest.raises(
+            NotImplementedError, match="score_mod: expected no control flow that depends on the score"
+        ):
+            recorded("score_mod", function)
+
+
+def test_flex_compile_refuses_vmap():
+    q = torch.randn(3, 1, 1, 8, 16)
+    run, _ = compiled(torch.vmap(lambda q: flex_attention(q, q, q, sums)), "cpu", "eager")
+    with pytest.raises(Exception, match="expected a call outside torch.func transforms"):
+        run(q)
+
+
+def test_flex_compile_refuses_a_graph_break_inside_a_function():
+    def score_mod(score, b, h, q_idx, kv_idx):
+        torch._dynamo.graph_break()
+        return score * 2
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda q: flex_attention(q, q, q, score_mod), backend="aot_eager")
+    with pytest.raises(
+        NotImplementedError, match="score_mod, mask_mod: expected operations .* code at a graph break"
+    ):
+        run(torch.randn(1, 1, 8, 16))
+
+
+def test_flex_compile_runs_between_graph_breaks(learned):
+    def function(q, k, v):
+        doubled = q * 2
+        torch._dynamo.graph_break()
+        return flex_attention(doubled, k, v, biased(learned), mask_mod=causal)
+
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="aot_eager")
+    assert_alike(function, run, [rows("cpu") for _ in range(3)], learned)

@@ -163,7 +163,7 @@ def attend_functions(
     """(out, lse) of a call with functions, from unchecked arguments but for the switches of flex_attention.
 
     Args:
-        results: (out, lse) of an earlier call of the same request. On a GPU nothing is launched then: these come back with derivatives.
+        results: (out, lse) of an earlier call of the same request. Nothing is computed then: these come back with derivatives.
     """
     if _is_compiling():
         from tl_attention.api.flex_compiled import attend_compiled
@@ -492,7 +492,7 @@ def _with_options(
     if transposes:
         q, k, v = _transposed(q, k, v)
     of_options = new_request(q, k, v, scale, causal, deterministic, precision, **asked)
-    if results is None or not q.is_cuda:
+    if results is None:
         out, lse = attend(of_options)
     else:
         out, lse = results

@@ -15,10 +15,15 @@ import torch
 from tl_attention.api.flex import attend_functions, check_request
 from tl_attention.api.flex_lists import block_mask_of
 from tl_attention.checks.common import is_dtensor
-from tl_attention.checks.flex import FLEX_NAMES, LISTS
+from tl_attention.checks.flex import FLEX_NAMES, LISTS, transformed
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.torch_ops.ops import scale_of
-from tl_attention.torch_ops.transforms import define_composite_op, define_op, register_autograd_of_lists
+from tl_attention.torch_ops.transforms import (
+    define_composite_op,
+    define_op,
+    refuse_vmap,
+    register_autograd_of_lists,
+)
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
 from tl_attention.tracing.trace import above_autograd
 
@@ -89,18 +94,8 @@ def attend_compiled(request: Request) -> Outputs:
     )
     texts = recording.text("score_mod", score_mod), recording.text("mask_mod", mask_mod)
     captured = recording.tensors, lists, recording.ints, recording.floats, blocks
-    return flex_op(
-        q,
-        k,
-        v,
-        attn_bias,
-        *captured,
-        *texts,
-        scale_of(q, scale),
-        deterministic,
-        precision,
-        request.heads_first,
-    )
+    others = scale_of(q, scale), deterministic, precision, request.heads_first
+    return flex_op(q, k, v, attn_bias, *captured, *texts, *others)
 
 
 _attend_eagerly = torch._disable_dynamo(attend_functions)
@@ -122,8 +117,9 @@ def traced_leaf_op(like: torch.Tensor, is_score: bool) -> torch.Tensor:
 
 def _hidden_operation() -> NotImplementedError:
     return NotImplementedError(
-        "score_mod, mask_mod: expected operations that torch.compile shows one by one, got one that it hides, such as a"
-        " function of torch.compiler.allow_in_graph, or a value of the other function; write it as operations of torch"
+        "score_mod, mask_mod: expected operations that torch.compile shows one by one, got one that it hides, such as a function of"
+        " torch.compiler.allow_in_graph, a value of the other function or code at a graph break; write it as operations of torch, or call"
+        " the function in code of torch.compiler.disable"
     )
 
 
@@ -239,3 +235,4 @@ def _no_double_backward(ctx: Any, *grads: Any) -> NoReturn:
 
 register_autograd_of_lists(flex_op, _save, _backward)
 register_autograd_of_lists(flex_bwd_op, _save_nothing, _no_double_backward)
+refuse_vmap(flex_op, transformed(FLEX_NAMES.function))

@@ -99,14 +99,19 @@ def check_not_transformed(function: str) -> None:
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            f"{function}: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported with functions, masks"
-            " and biases; call .backward(), and make a vmapped dimension part of the batch"
-        )
+        raise transformed(function)
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"{function}: forward-mode derivatives are not supported with functions, masks and biases; call .backward()"
         )
+
+
+def transformed(function: str) -> NotImplementedError:
+    """Error of a call inside torch.func. function: as in check_not_transformed."""
+    return NotImplementedError(
+        f"{function}: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported with functions, masks"
+        " and biases; call .backward(), and make a vmapped dimension part of the batch"
+    )
 
 
 def check_no_options(request: Request) -> None:

@@ -204,7 +204,7 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
 
 
 def attend_again(request: Request, results: Outputs) -> Outputs:
-    """(out, lse) of an earlier call of the same request on a GPU, with derivatives; nothing is launched. They must be fresh tensors."""
+    """(out, lse) of an earlier call of the same request, with derivatives; nothing is computed. Autograd changes them: pass new tensors."""
     q, k, v, softmax_scale, _, deterministic, *_ = request
     causal, options = checked_options(request, k.shape[0])
     if options.parts and runs_in_bf16(q, options.parts):

@@ -6,7 +6,7 @@ torch.func refuses the backward of an op made by torch.library.custom_op (torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -61,6 +61,15 @@ def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable, backwa
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=save, lib=_libraries[name]
     )
+
+
+def refuse_vmap(op: torch._ops.OpOverload, error: Exception) -> None:
+    """Raise an error where an op would have to run under torch.vmap."""
+
+    def rule(*arguments: Any) -> NoReturn:
+        raise error
+
+    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_libraries[op._opname])
 
 
 def register_autograd(

@@ -16,6 +16,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 POSITIONS = "b", "h", "q_idx", "kv_idx"
 PARAMETERS = {"score_mod": ("score", *POSITIONS), "mask_mod": POSITIONS}
+# Methods that read a value, in code that torch.compile leaves to Python
+READS = frozenset(
+    ("__bool__", "__int__", "__float__", "__complex__", "__index__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose")
+)  # fmt: skip
 _NAMES = {
     "__name__": __name__,
     "torch": torch,
@@ -86,6 +90,11 @@ class Recording(TorchFunctionMode):
         if _is_in_place(name) and not any([args[0] is x for x in self._values]):
             raise NotImplementedError(
                 f"{self._function}: expected captured tensors that it only reads, got {name} of one; change it before the call"
+            )
+        if name.rpartition(".")[2] in READS:
+            raise NotImplementedError(
+                f"{self._function}: expected no control flow that depends on the score or an index, got {name}; use torch.where in place of"
+                " if, & and | in place of and and or, a tensor in place of a list"
             )
         is_element = func is torch.Tensor.__getitem__
         result = _element(self._function, *args) if is_element else func(*args, **kwargs)
@@ -180,12 +189,8 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _constant(x: Any) -> str:
     """Code of a constant; "" for something else."""
-    is_constant = x is None or x is Ellipsis
-    return (
-        repr(x)
-        if is_constant or isinstance(x, str | torch.dtype | torch.device | torch.memory_format)
-        else ""
-    )
+    kinds = str | torch.dtype | torch.device | torch.memory_format
+    return repr(x) if x is None or x is Ellipsis or isinstance(x, kinds) else ""
 
 
 def _shown(x: Any) -> str:

@@ -111,7 +111,12 @@ def wide_values(q, k, v, learned):
     )
 
 
-CASES = functions_of_scores, options_by_name, functions_made_inside, dense_bias, wide_values
+def fp32_rows(q, k, v, learned):
+    rows = (x.float() for x in (q, k, v))
+    return flex_attention(*rows, biased(learned), mask_mod=causal, precision="highest", deterministic=True)
+
+
+CASES = fp32_rows, functions_of_scores, options_by_name, functions_made_inside, dense_bias, wide_values
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -144,18 +149,19 @@ def test_flex_compile_compiles_once_more_for_all_new_lengths(device, learned):
     assert counter.frame_count == 2
 
 
-def test_flex_compile_of_dynamic_lengths_compiles_once(device, learned):
+@pytest.mark.parametrize(("dynamic", "frames"), [(True, 1), (None, 2)])
+def test_flex_compile_of_block_masks_of_new_lengths(dynamic, frames, device, learned):
     def function(q, k, v):
         mask = block_masks.causal(q.shape[2], k.shape[2], device=device, block_size=BLOCK)
         return run(q, k, v, mask)
 
     attend = lambda q, k, v, mask: flex_attention(q, k, v, biased(learned), mask)  # noqa: E731
-    run, counter = compiled(attend, device, dynamic=True)
+    run, counter = compiled(attend, device, dynamic=dynamic)
     for length in (20, 30, 41):
         tensors = [rows(device, length) for _ in range(3)]
         mask = block_masks.causal(length, length, device=device, block_size=BLOCK)
         torch.testing.assert_close(function(*tensors), attend(*tensors, mask), rtol=1e-2, atol=1e-2)
-    assert counter.frame_count == 1
+    assert counter.frame_count == frames
 
 
 def test_flex_compile_reads_new_values(device, learned):
@@ -377,6 +383,16 @@ def test_recording_refuses_to_read_values_outside_of_compiled_code():
             NotImplementedError, match="score_mod: expected no control flow that depends on the score"
         ):
             recorded("score_mod", function)
+
+
+def test_flex_exports(learned):
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            return flex_attention(q, q, q, biased(learned), mask_mod=causal)
+
+    q = rows("cpu").detach()
+    program = torch.export.export(Layer(), (q,))
+    assert torch.equal(program.module()(q), Layer()(q))
 
 
 def test_flex_compile_refuses_vmap():

@@ -134,7 +134,8 @@ def flash_attn_func(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, num_splits=num_splits,
     )  # fmt: skip
-    if score_mod is mask_mod is block_mask is attn_bias is None:
+    # One by one, as torch.compile cannot compare functions
+    if score_mod is None and mask_mod is None and block_mask is None and attn_bias is None:
         return _attend(request, return_attn_probs)
     expect_bool("return_attn_probs", return_attn_probs)
     out, lse = attend_by_functions(request._replace(functions=(score_mod, mask_mod, block_mask, attn_bias)))

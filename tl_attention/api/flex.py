@@ -56,7 +56,7 @@ from tl_attention.problem.options import MAX_SCALE, options_of_parts, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
-from tl_attention.torch_ops.attend import attend
+from tl_attention.torch_ops.attend import attend, attend_again
 from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
 from tl_attention.torch_ops.ops import check_device_or_warn, in_bf16, scale_of
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
@@ -67,12 +67,12 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 LOG = logging.getLogger(__name__)
+_is_compiling = torch.compiler.is_compiling
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@torch._disable_dynamo
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -157,8 +157,18 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def attend_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call with functions, from unchecked arguments but for the switches of flex_attention."""
+def attend_functions(
+    request: Request, results: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call with functions, from unchecked arguments but for the switches of flex_attention.
+
+    Args:
+        results: (out, lse) of an earlier call of the same request. Nothing is computed then: these come back with derivatives.
+    """
+    if _is_compiling():
+        from tl_attention.api.flex_compiled import attend_compiled
+
+        return attend_compiled(request)
     q, k, v, scale, _, deterministic, precision = request[:7]
     functions, heads_first = request.functions, request.heads_first
     if not (type(q) is type(k) is type(v) is torch.Tensor):
@@ -188,13 +198,17 @@ def attend_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         rows, heads = heads, rows
     if prepared.recognized is not None:
         options = prepared.recognized.of(call, batch, heads, q.device)
-        return _with_options(request._replace(k=k, v=v) if prepared.expands else request, options)
+        return _with_options(request._replace(k=k, v=v) if prepared.expands else request, options, results)
     parts = 0
     if precision is not None or q.dtype == torch.float32:
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
             in_half = request._replace(precision=None)
-            return in_bf16(lambda q, k, v: attend_functions(in_half._replace(q=q, k=k, v=v)), q, k, v)
+            if results is not None:
+                results = results[0].bfloat16(), results[1]
+            return in_bf16(
+                lambda q, k, v: attend_functions(in_half._replace(q=q, k=k, v=v), results), q, k, v
+            )
     if prepared.by_distance is not None and q.is_cuda:
         sizes = batch, heads, rows, k.shape[2 if heads_first else 1]
         if math.prod(sizes) >= MIN_SCORES:
@@ -206,13 +220,13 @@ def attend_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     layout = scale_of(q, scale), False, False, heads_first, deterministic
     if differentiate and any([x.requires_grad for x in (q, k, v, *call.tensors)]):
         try:
-            return _differentiable(call, layout, parts, q, k, v, *call.tensors)
+            return _differentiable(call, layout, parts, results, q, k, v, *call.tensors)
         except RuntimeError:  # of torch, if it cannot save a tensor of inference mode
             captured = tuple(map(saveable, call.tensors))
             if all(map(operator.is_, captured, call.tensors)):
                 raise
             call = replace(call, tensors=captured)
-            return _differentiable(call, layout, parts, q, k, v, *captured)
+            return _differentiable(call, layout, parts, results, q, k, v, *captured)
     return _forward(call, layout, parts, q, k, v)
 
 
@@ -366,7 +380,7 @@ def _key(
 def _prepare(request: Request, differentiate: bool, captures: Captures | None) -> tuple[Call, _Prepared]:
     """Check the arguments of a call, trace its functions and look for options that compute them."""
     score_mod, mask_mod, block_mask, attn_bias = request.functions
-    query, key, expands, names = _check(request)
+    query, key, expands, names = check_request(request)
     check_device_or_warn(query, traced=False)
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
@@ -390,7 +404,7 @@ def _prepare(request: Request, differentiate: bool, captures: Captures | None) -
     return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
 
 
-def _check(request: Request) -> tuple[torch.Tensor, torch.Tensor, bool, Names]:
+def check_request(request: Request) -> tuple[torch.Tensor, torch.Tensor, bool, Names]:
     """Check the arguments of a call, but for the functions themselves: (query, key, expands, names).
 
     query and key are [batch, heads, seqlen, head_dim]; expands: as in _Prepared.
@@ -422,7 +436,7 @@ def _check(request: Request) -> tuple[torch.Tensor, torch.Tensor, bool, Names]:
 
 def _shapes(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
-    query, *_ = _check(request)
+    query, *_ = check_request(request)
     q, k, v, _, _, _, precision, *_ = request
     check_device_or_warn(query, traced=True)
     if precision is not None or q.dtype == torch.float32:
@@ -465,20 +479,25 @@ def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _with_options(request: Request, options: BuiltinOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of functions that are options, by the kernels of the options."""
+def _with_options(
+    request: Request, options: BuiltinOptions, results: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of functions that are options, by the kernels of the options. results: as in attend_functions()."""
     q, k, v, scale, _, deterministic, precision = request[:7]
-    if options.is_plain:
-        heads_first = request.heads_first
-        return attend(
-            new_request(q, k, v, scale, options.causal, deterministic, precision, heads_first=heads_first)
-        )
-    if request.heads_first:
-        q, k, v = _transposed(q, k, v)
     causal, window, softcap, slopes = options
-    asked = {"window_size": window, "softcap": softcap, "alibi_slopes": slopes}
-    out, lse = attend(new_request(q, k, v, scale, causal, deterministic, precision, **asked))
-    return (out.transpose(1, 2) if request.heads_first else out), lse
+    asked: dict[str, Any] = {"heads_first": request.heads_first}
+    if not options.is_plain:
+        asked = {"window_size": window, "softcap": softcap, "alibi_slopes": slopes}
+    transposes = request.heads_first and not options.is_plain
+    if transposes:
+        q, k, v = _transposed(q, k, v)
+    of_options = new_request(q, k, v, scale, causal, deterministic, precision, **asked)
+    if results is None:
+        out, lse = attend(of_options)
+    else:
+        out, lse = results
+        out, lse = attend_again(of_options, (out.transpose(1, 2) if transposes else out, lse))
+    return (out.transpose(1, 2) if transposes else out), lse
 
 
 @functools.cache
@@ -503,11 +522,16 @@ class _Flex(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, layout: tuple[Any, ...], parts: int, *inputs: torch.Tensor
+        ctx: Any,
+        call: Call,
+        layout: tuple[Any, ...],
+        parts: int,
+        results: tuple[torch.Tensor, torch.Tensor] | None,
+        *inputs: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """inputs: q, k, v, captured tensors. layout, parts: as in _forward()."""
+        """inputs: q, k, v, captured tensors. layout, parts: as in _forward(). results: as in attend_functions()."""
         q, k, v, *_ = inputs
-        out, lse = _forward(call, layout, parts, q, k, v)
+        out, lse = _forward(call, layout, parts, q, k, v) if results is None else results
         ctx.asked = call.program, call.numbers, call.blocks, layout, parts
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
@@ -520,7 +544,7 @@ class _Flex(torch.autograd.Function):
         scale, _, _, heads_first, deterministic = layout
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
-            return *[None] * 6, *grads
+            return *[None] * 7, *grads
         check_order((FLEX_NAMES if heads_first else FLASH_NAMES).function, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -536,7 +560,7 @@ class _Flex(torch.autograd.Function):
             found = dict(zip(("q", "k", "v", *program.learned), (*rows, *sums), strict=True))
         for i in program.learned:
             grads[i] = found[i].to(tensors[i].dtype)
-        return *[None] * 3, found["q"], found["k"], found["v"], *grads
+        return *[None] * 4, found["q"], found["k"], found["v"], *grads
 
 
 # Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them

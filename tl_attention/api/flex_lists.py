@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tl_attention.api.block_masks import ListsState, origin_of_lists
 from tl_attention.checks.transforms import ARGUMENT_ERRORS
@@ -20,10 +21,16 @@ from tl_attention.tracing.captures import Captures, versions
 from tl_attention.tracing.fine_blocks import with_fine_blocks
 from tl_attention.tracing.intervals import Blocks, distance_bounds, stream_of
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 MAX_LISTS = 8  # of one mask, for other batches and heads
 MAX_COMPARED = 64  # functions that the lists of one mask were compared with
 MAX_TOKENS = 1024
 _kept: weakref.WeakKeyDictionary[Any, KeptMask] = weakref.WeakKeyDictionary()
+# Of lists that a graph of torch.compile has: kv_indices -> facts -> KeptMask, which lives as long as the tensor, and facts -> KeptMask
+_of_indices: Any = WeakTensorKeyDictionary()
+_of_facts: weakref.WeakValueDictionary[tuple[Any, ...], KeptMask] = weakref.WeakValueDictionary()
 _tokens: dict[tuple[Any, ...], int] = {}
 _numbers = itertools.count(2)  # True and False are 1 and 0
 
@@ -51,6 +58,11 @@ class KeptMask:
         self._compared: dict[
             tuple[Any, ...], bool
         ] = {}  # key of a mask_mod -> True if the lists are those of it
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Lists of the BlockMask, in the order of LISTS."""
+        return self._state.tensors
 
     def is_of(self, block_mask: Any) -> bool:
         """True if the lists are those of the block mask, without a change since."""
@@ -162,6 +174,41 @@ def kept_mask(block_mask: Any) -> KeptMask:
     return kept
 
 
+def block_mask_of(
+    lists: Sequence[torch.Tensor], blocks: Sequence[int], mask_mod: Callable[..., Any]
+) -> BlockMask:
+    """A BlockMask of lists that a graph of torch.compile has, with the KeptMask of earlier calls on them.
+
+    Args:
+        lists: those of LISTS that are not None.
+        blocks: BLOCK_SIZE and seq_lengths.
+    """
+    # A backward has other tensors of the same memory, which is not used anew while a KeptMask has it
+    facts = (*blocks, *versions(lists), *map(_place, lists))
+    kept = _of_facts.get(facts)
+    tensors = (
+        [x.detach() for x in lists] if kept is None else kept.tensors
+    )  # they do not keep kv_indices alive
+    size, lengths = tuple(blocks[:2]), tuple(blocks[2:])
+    tensors = [*tensors, *[None] * (8 - len(tensors))]
+    mask = _block_mask_class()(lengths, *tensors, BLOCK_SIZE=size, mask_mod=mask_mod)
+    if kept is None:
+        kept = _of_facts[facts] = KeptMask(mask, [])
+    of_lists = _of_indices.setdefault(lists[1], {})
+    if len(of_lists) >= MAX_LISTS:
+        of_lists.clear()
+    of_lists[facts] = _kept[mask] = kept
+    return mask
+
+
+@functools.cache
+def _block_mask_class() -> type[BlockMask]:
+    """PyTorch's BlockMask, imported at the first call: the tools of torch that it needs take time to import."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask
+
+
 def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int, by_bits: bool = True) -> Call:
     """The call with the lists of its block mask; on a GPU with bits for its mask, unless these are too many.
 
@@ -218,10 +265,19 @@ class MaskState:
         if [call.numbers[i] for i in of_numbers] != self._numbers:
             return False
         for i, (tensor, version, place) in zip(of_tensors, self._tensors, strict=True):
-            x = call.tensors[i]
-            if tensor() is not x or x._version != version or _place(x) != place:
+            x, before = call.tensors[i], tensor()
+            if before is not x and not _are_alike(before, x):
+                return False
+            if x._version != version or before._version != version or _place(x) != place:
                 return False
         return True
+
+
+def _are_alike(before: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """True if x has the memory of a tensor that is alive, as a backward of torch.compile has it, and changes of x are counted."""
+    if before is None or x.is_inference():
+        return False
+    return before.dtype == x.dtype and _place(before) == _place(x)
 
 
 _with_bits: weakref.WeakKeyDictionary[BlockLists, tuple[MaskState, BlockLists | None]] = (

@@ -92,16 +92,26 @@ def is_block_mask(x: Any) -> bool:
 
 
 def check_not_transformed(function: str) -> None:
-    """Refuse torch.func, which would have to see the functions inside the kernels. function: the public one, for the error."""
+    """Refuse torch.func, which would have to see the functions inside the kernels. function: the public one, for the error.
+
+    torch.compile asks the op of the call instead.
+    """
+    if torch.compiler.is_compiling():
+        return
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            f"{function}: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported with functions, masks"
-            " and biases; call .backward(), and make a vmapped dimension part of the batch"
-        )
+        raise transformed(function)
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"{function}: forward-mode derivatives are not supported with functions, masks and biases; call .backward()"
         )
+
+
+def transformed(function: str) -> NotImplementedError:
+    """Error of a call inside torch.func. function: as in check_not_transformed."""
+    return NotImplementedError(
+        f"{function}: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported with functions, masks"
+        " and biases; call .backward(), and make a vmapped dimension part of the batch"
+    )
 
 
 def check_no_options(request: Request) -> None:

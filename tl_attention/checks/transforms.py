@@ -106,7 +106,7 @@ def warn_about_cpu() -> None:
         return
     _warned_about_cpu = True
     caller = 1
-    # torch._compile and torch._dynamo wrap flex_attention
+    # torch._compile and torch._dynamo wrap the kernels of ops
     while sys._getframe(caller).f_globals["__name__"].startswith(INNER_MODULES):
         caller += 1
     warnings.warn(

@@ -203,6 +203,20 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
     return results
 
 
+def attend_again(request: Request, results: Outputs) -> Outputs:
+    """(out, lse) of an earlier call of the same request, with derivatives; nothing is computed. Autograd changes them: pass new tensors."""
+    q, k, v, softmax_scale, _, deterministic, *_ = request
+    causal, options = checked_options(request, k.shape[0])
+    if options.parts and runs_in_bf16(q, options.parts):
+        out, lse = results
+        half = out.bfloat16(), lse
+        return in_bf16(
+            lambda q, k, v: attend_again(request._replace(q=q, k=k, v=v, precision=None), half), q, k, v
+        )
+    call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, request.heads_first, deterministic)
+    return run_eagerly(q, k, v, call, None if options.is_off else options, lambda *_: results)
+
+
 def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
     """Check options; return (causal, options) in canonical form. keys: upper bound of the keys of a packed sequence."""
     q, dropout_p = request.q, request.dropout_p

@@ -6,7 +6,7 @@ torch.func refuses the backward of an op made by torch.library.custom_op (torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -27,10 +27,7 @@ def define_op(
     """Define an op that runs the decorated function on CPU and CUDA tensors; fake computes the metadata of its outputs."""
 
     def define(kernel: Callable) -> torch._ops.OpOverload:
-        if name in _libraries:  # of a module that is loaded again
-            _libraries[name]._destroy()
-        library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        library = _define(name, schema, tags)
         kernel = torch._disable_dynamo(kernel)
         for device in ("CPU", "CUDA"):
             library.impl(name, kernel, device)
@@ -38,6 +35,41 @@ def define_op(
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return define
+
+
+def define_composite_op(name: str, schema: str) -> Callable[[Callable], torch._ops.OpOverload]:
+    """Define an op that runs the decorated function, made of other ops, wherever torch calls or traces it."""
+
+    def define(kernel: Callable) -> torch._ops.OpOverload:
+        _define(name, schema, ()).impl(name, torch._disable_dynamo(kernel), "CompositeImplicitAutograd")
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    return define
+
+
+def _define(name: str, schema: str, tags: Sequence[torch.Tag]) -> torch.library.Library:
+    if name in _libraries:  # of a module that is loaded again
+        _libraries[name]._destroy()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    return library
+
+
+def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable, backward: Callable) -> None:
+    """Register the derivatives of an op with lists of tensors for autograd alone. save, backward: as in torch.library.register_autograd."""
+    name = op._opname
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=save, lib=_libraries[name]
+    )
+
+
+def refuse_vmap(op: torch._ops.OpOverload, error: Exception) -> None:
+    """Raise an error where an op would have to run under torch.vmap."""
+
+    def rule(*arguments: Any) -> NoReturn:
+        raise error
+
+    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_libraries[op._opname])
 
 
 def register_autograd(

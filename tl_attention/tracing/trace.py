@@ -153,7 +153,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def _above_autograd():
+def above_autograd():
     """Enable recording by autograd, also if the caller is the kernel of an op, which runs below autograd."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in AUTOGRAD_KEYS:
@@ -363,7 +363,7 @@ def _differentiate(
         return tuple(reverse.derivatives(score, found))
 
     try:
-        with torch.enable_grad(), _above_autograd():
+        with torch.enable_grad(), above_autograd():
             graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
     except Exception as error:
         raise RuntimeError(

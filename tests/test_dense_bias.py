@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from tl_attention import create_block_mask, flash_attn_func, flex_attention
+from tl_attention.checks.flex import OPTIONS_OFF, TAKEN
 from tl_attention.compilation import building
 from tl_attention.config import configs, legality
 from tl_attention.config.kernel_configs import BwdConfig, reduce_kernels
 from tl_attention.launch.traced import FIRST_UNIT, SLOT_EXPONENTS, SLOTS, Gradients, aligned
 from tl_attention.problem.attn_problem import BWD_TILE_WIDTHS, AttnProblem
+from tl_attention.problem.request import Request
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.trace import trace
 
@@ -102,12 +104,38 @@ def test_bias_of_no_keys():
         (torch.zeros(8, 8), ValueError, r"expected shape \(1 or 2, 1 or 4, 8, 8\).*got \(8, 8\)"),
         (torch.zeros(2, 2, 8, 8), ValueError, r"got \(2, 2, 8, 8\)"),
         (torch.zeros(1, 1, 8, 8, device="meta"), ValueError, "expected the device of query, cpu, got meta"),
-        (torch.zeros(1, 1, 1, 8), ValueError, r"got \(1, 1, 1, 8\); view or expand it to that"),
+        (torch.zeros(1, 1, 1, 8), ValueError, r"got \(1, 1, 1, 8\); pass attn_bias.expand\(-1, -1, 8, -1\)"),
+        (torch.zeros(2, 8)[:, :7], ValueError, r"got \(2, 7\); view or expand it to that"),
+        (torch.zeros(2, 9), ValueError, r"got \(2, 9\); pass attn_bias\[:, None, None\].expand\(-1, -1, 8, -1\), if it is a mask of keys"),
     ],
 )  # fmt: skip
 def test_bias_refuses(bias, error, words):
+    keys = (
+        torch.randn(2, HEADS, 9, 16, dtype=torch.bfloat16) if getattr(bias, "shape", ())[-1:] == (9,) else q8
+    )
     with pytest.raises(error, match=f"attn_bias: .*{words}"):
-        flex_attention(q8, q8, q8, attn_bias=bias)
+        flex_attention(q8, keys, keys, attn_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout_p": 0.1}, "leave out the dropout"),
+        ({"num_splits": 2}, "leave it out"),
+        ({"causal": True}, "write it as a function"),
+        ({"alibi_slopes": torch.ones(HEADS)}, "write it as a function"),
+    ],
+)
+def test_bias_refuses_options_beside_it(options, words):
+    q = q8.transpose(1, 2)
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected .* beside score_mod.*{words}"):
+        flash_attn_func(q, q, q, attn_bias=torch.zeros(1, 1, 8, 8), **options)
+
+
+def test_functions_take_or_refuse_each_field_of_a_request():
+    """A new option is refused beside functions until it is taken."""
+    assert set(OPTIONS_OFF) | TAKEN == set(Request._fields) and not TAKEN & set(OPTIONS_OFF)
+    assert set(OPTIONS_OFF) >= {"window_size", "softcap", "learnable_sink", "rng_state"}
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,7 @@ KEYWORDS = {
     "pack_gqa": (lambda **x: varlen_kv(ROWS, ROWS_KV, Q, Q, 1, 1, **x), r"; leave it out, it has no counterpart here"),
     "cu_seqlens_q": (lambda **x: distributed.attention(Q, Q, Q, **x), r"; did you mean cu_seqlens\?"),
     "alibi_slopes": (lambda **x: mha_bwd_interface(Q, Q, Q, Q, Q, Q, **x), r"; flash_attn_func takes it"),
+    "training": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; leave it out, and pass dropout_p=0.0 in evaluation"),
     "xyz": (lambda **x: flash_attn_func(Q, Q, Q, **x), ""),
 }  # fmt: skip
 

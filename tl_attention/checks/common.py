@@ -32,6 +32,10 @@ NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
 BY_KEYWORD = (
     "; the parameters after v are in FlashAttention-2's order, dropout_p first: pass the others by keyword"
 )
+# Dimensions of q, k and v, in words
+SEQLEN_FIRST, HEADS_FIRST = "batch, seqlen, heads, head_dim", "batch, heads, seqlen, head_dim"
+PACKED = "total, heads, head_dim"
+OTHER_LAYOUT = {SEQLEN_FIRST: HEADS_FIRST, HEADS_FIRST: SEQLEN_FIRST}
 ONE_PER_SEQUENCE = "pass an entry per sequence"
 NO_HINTS: Mapping[int, str] = MappingProxyType({})
 # What to pass instead of a tensor of options of another shape
@@ -155,10 +159,13 @@ def expect_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
         )
 
 
-def expect_heads_divide(names: str, heads: int, heads_kv: int) -> None:
+def expect_heads_divide(names: str, heads: int, heads_kv: int, layout: str) -> None:
+    """Expect a number of key heads that divides that of query heads. layout: dimensions of q, in words."""
     if heads and (not heads_kv or heads % heads_kv):
+        other = OTHER_LAYOUT.get(layout)
+        hint = f": call transpose(1, 2) if yours are [{other}]" if other else ""
         raise ValueError(
-            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; repeat heads"
+            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; tensors are [{layout}]{hint}"
         )
 
 
@@ -248,13 +255,13 @@ def check_fwd(
         NotImplementedError: a sensible call that the kernels do not support.
     """
     if varlen:
-        layout, ndim, seqlen_axis, heads_axis = "total, heads, head_dim", 3, 0, 1
+        layout, ndim, seqlen_axis, heads_axis = PACKED, 3, 0, 1
         hints = {4: "call flash_attn_func for sequences of one length, or pass block_table for keys in pages"}
     elif heads_first:
-        layout, ndim, seqlen_axis, heads_axis = "batch, heads, seqlen, head_dim", 4, 2, 1
+        layout, ndim, seqlen_axis, heads_axis = HEADS_FIRST, 4, 2, 1
         hints = {3: "pass q[None], k[None] and v[None] for a batch of one"}
     else:
-        layout, ndim, seqlen_axis, heads_axis = "batch, seqlen, heads, head_dim", 4, 1, 2
+        layout, ndim, seqlen_axis, heads_axis = SEQLEN_FIRST, 4, 1, 2
         hints = {3: "call flash_attn_varlen_func for packed sequences, or pass q[None], k[None] and v[None]"}
     expect_operand("q", q, layout, ndim, dtypes, hints)
     expect_operand("k", k, layout, ndim, dtypes, hints)
@@ -268,7 +275,7 @@ def check_fwd(
             f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
         )
 
-    _check_shapes(q, k, v, heads_axis, seqlen_axis, varlen)
+    _check_shapes(q, k, v, heads_axis, seqlen_axis, varlen, layout)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     # mha_fwd_interface, the heads-first function, names its arguments sm_scale and is_causal
     scale_name, causal_name = ("sm_scale", "is_causal") if heads_first else ("softmax_scale", "causal")
@@ -286,9 +293,15 @@ def check_fwd(
 
 
 def _check_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_axis: int, seqlen_axis: int, varlen: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads_axis: int,
+    seqlen_axis: int,
+    varlen: bool,
+    layout: str,
 ) -> None:
-    """Check that the shapes of q, k and v match."""
+    """Check that the shapes of q, k and v match. layout: their dimensions, in words."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
     if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
@@ -300,7 +313,7 @@ def _check_shapes(
             f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]};"
             " pass one value per key"
         )
-    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv)
+    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv, layout)
     if k_shape[-1] != q_shape[-1]:
         raise ValueError(
             f"k: expected the head_dim of q, {q_shape[-1]}, got {k_shape[-1]}; pad the smaller with zeros"
@@ -323,7 +336,7 @@ def check_reference(
                 f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
             )
         expect_device(name, x, q)
-    _check_shapes(q, k, v, 1, 2, varlen=False)
+    _check_shapes(q, k, v, 1, 2, varlen=False, layout=HEADS_FIRST)
     expect_scale("sm_scale", sm_scale)
     expect_bool("is_causal", is_causal)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.program import BLOCK_BITS, HOW_BITS, Call
-from tl_attention.problem.request import Request
+from tl_attention.problem.request import Request, new_request
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
@@ -18,17 +19,15 @@ MAX_BATCH = 2**16 - 1
 MAX_GROUP = 1 << 31 - HOW_BITS - BLOCK_BITS  # query heads per key head, where blocks are listed
 BIAS_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.bool
 LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # of a BlockMask
-# Options of flash_attn_func, and the values that turn them off
-OPTIONS_OFF = (
-    ("causal", False),
-    ("window_size", (-1, -1)),
-    ("softcap", 0.0),
-    ("dropout_p", 0.0),
-    ("alibi_slopes", None),
-    ("learnable_sink", None),
-    ("rng_state", None),
-    ("num_splits", 0),
-)
+# Fields of a Request that a call with functions takes. Every other one must be off, that is, have its default
+TAKEN = {
+    "q", "k", "v", "softmax_scale", "deterministic", "precision", "lengths", "heads_first", "lse_base2", "functions", "enable_gqa",
+}  # fmt: skip
+OPTIONS_OFF = {
+    name: parameter.default
+    for name, parameter in inspect.signature(new_request).parameters.items()
+    if name not in TAKEN
+}
 
 
 class Names(NamedTuple):
@@ -114,9 +113,16 @@ def transformed(function: str) -> NotImplementedError:
     )
 
 
+_OPTION_ADVICE = {
+    "dropout_p": "leave out the dropout, which no function can draw",
+    "rng_state": "leave it out, it is of dropout",
+    "num_splits": "leave it out",
+}
+
+
 def check_no_options(request: Request) -> None:
     """Refuse options of flash_attn_func beside functions, but for the precision."""
-    for name, off in OPTIONS_OFF:
+    for name, off in OPTIONS_OFF.items():
         value = getattr(request, name)
         if isinstance(off, bool):
             expect_bool(name, value)
@@ -125,8 +131,9 @@ def check_no_options(request: Request) -> None:
         else:
             is_off = value is off or (off is not None and isinstance(value, int | float) and value == off)
         if not is_off:
+            advice = _OPTION_ADVICE.get(name, "write it as a function")
             raise ValueError(
-                f"{name}: expected {off} beside score_mod, mask_mod, block_mask or attn_bias, got {describe(value)}; write it as a function"
+                f"{name}: expected {off} beside score_mod, mask_mod, block_mask or attn_bias, got {describe(value)}; {advice}"
             )
 
 
@@ -248,10 +255,15 @@ def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor, n
         )
 
 
-def _bias_hint(bias: torch.Tensor) -> str:
+def _bias_hint(bias: torch.Tensor, wanted: tuple[int, ...]) -> str:
     """Advice for a bias of another shape than [1 or batch, 1 or heads, seqlen_q, seqlen_k]."""
-    if bias.ndim in (2, 3):
-        return f"pass attn_bias[{', '.join(['None'] * (4 - bias.ndim))}], if its last dimensions are these"
+    batch, _, seqlen_q, seqlen_k = wanted
+    if tuple(bias.shape) in {(seqlen_q, seqlen_k), (wanted[1], seqlen_q, seqlen_k)}:
+        return f"pass attn_bias[{', '.join(['None'] * (4 - bias.ndim))}]"
+    if tuple(bias.shape) == (batch, seqlen_k):
+        return f"pass attn_bias[:, None, None].expand(-1, -1, {seqlen_q}, -1), if it is a mask of keys"
+    if bias.ndim == 4 and bias.shape[2:] == (1, seqlen_k):
+        return f"pass attn_bias.expand(-1, -1, {seqlen_q}, -1)"
     return "view or expand it to that"
 
 
@@ -261,7 +273,8 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     expect_local("attn_bias", bias)
     if bias.dtype not in BIAS_DTYPES:
         raise TypeError(
-            f"attn_bias: expected float32, bfloat16, float16 or bool, got {describe(bias)}; convert it"
+            f"attn_bias: expected float32, bfloat16, float16 or bool, got {describe(bias)}; call .bool()"
+            " if it is a mask of zeros and ones, else .float()"
         )
     wanted = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     fits = bias.ndim == 4 and all(
@@ -270,7 +283,7 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     if not fits:
         raise ValueError(
             f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
-            f" got {tuple(bias.shape)}; {_bias_hint(bias)}"
+            f" got {tuple(bias.shape)}; {_bias_hint(bias, wanted)}"
         )
     if bias.device != q.device:
         raise ValueError(

@@ -41,6 +41,7 @@ ADVICE: dict[str, str] = {
         ("key_padding_mask", "padding_mask"),
         "pack the sequences for flash_attn_varlen_func, or pass the mask to flash_attn_func as attn_bias",
     ),
+    "training": "leave it out, and pass dropout_p=0.0 in evaluation",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
     "precision": "leave it out, a cache is bf16 or fp16",
     "attention_chunk": "pass a mask_mod to flash_attn_func: q_idx // size == kv_idx // size",

@@ -10,6 +10,7 @@ import torch
 
 from tl_attention.checks.common import (
     ONE_PER_SEQUENCE,
+    SEQLEN_FIRST,
     cast_hint,
     check_cache_strides,
     check_num_splits,
@@ -79,7 +80,7 @@ def check_cache(
         )
     if k_cache.shape[3] != head_dim:
         raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[3]}")
-    expect_heads_divide("k_cache, v_cache", heads, heads_kv)
+    expect_heads_divide("k_cache, v_cache", heads, heads_kv, SEQLEN_FIRST)
     expect_head_dims("q, k_cache", "v_cache", head_dim, head_dim_v)
     if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
         wanted, wanted_v = (-(-n // ALIGNMENT) * ALIGNMENT for n in (head_dim, head_dim_v))

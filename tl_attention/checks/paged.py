@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tl_attention.checks.common import (
+    PACKED,
     describe,
     expect_device,
     expect_head_dims,
@@ -61,7 +62,7 @@ def check_paged(
     (_, heads, head_dim), head_dim_v = q.shape, v.shape[3]
     if k.shape[3] != head_dim:
         raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k.shape[3]}")
-    expect_heads_divide("k, v", heads, k.shape[2])
+    expect_heads_divide("k, v", heads, k.shape[2], PACKED)
     expect_head_dims("q, k", "v", head_dim, head_dim_v)
     if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
         raise ValueError(

@@ -224,7 +224,8 @@ def chosen_shapes(
         if not (names := fnmatch.filter(named, text)):
             close = difflib.get_close_matches(text, named, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"shape {text!r}: not in {where}{hint}")
+            form = "or write it as B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]"
+            raise ValueError(f"shape {text!r}: not in {where}{hint}; {form}")
         chosen |= {name: Shape.parse(named[name]) for name in names}
     return chosen
 

@@ -161,7 +161,7 @@ def _add_pass(
         default=default,
         dest="directions",
         metavar="PASS",
-        help=f"of {', '.join(choices)}; {words}",
+        help=f"of {', '.join(choices)}, after all other words; {words}",
     )
 
 

@@ -36,6 +36,12 @@ def report(strict: bool, in_json: bool = False) -> int:
             print(filled(text, f"{state:8}{name:13}", " " * 21))
     if in_json:
         print(as_json(found))
+    else:
+        print(
+            filled(
+                "MISSING is needed here; - is optional; partial serves some calls. --strict: status 1 if something is missing"
+            )
+        )
     return 1 if missing and strict else 0
 
 

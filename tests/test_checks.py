@@ -51,7 +51,7 @@ ERRORS = {
     "devices": (lambda: [qkv()[0], *(x.to("meta") for x in qkv()[1:])], {}, ValueError, r"k, v: expected the device of q, cpu, got meta"),
     "batch": (lambda: with_k(batch=3), {}, ValueError, r"k, v: expected the batch size of q, 2, got 3 and 3"),
     "v-seqlen": (lambda: [*qkv()[:2], qkv(seqlen_k=8)[2]], {}, ValueError, r"v: expected the heads and seqlen of k, 2 and 7, got 2 and 8"),
-    "heads": (lambda: with_k(heads_kv=3), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 3; tensors are \[batch"),
+    "heads": (lambda: with_k(heads_kv=3), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 3; tensors"),
     "no-kv-heads": (lambda: with_k(heads_kv=0), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 0"),
     "k-head-dim": (lambda: with_k(head_dim=72), {}, ValueError, r"k: expected the head_dim of q, 64, got 72"),
     "head-dim-0": (lambda: qkv(head_dim=0, head_dim_v=0), {}, ValueError, r"q, k, v: expected head dims of at least 1, got 0 for"),

@@ -406,16 +406,23 @@ def test_pack_is_read_by_twelve_processes_at_once(tmp_path):
 
 GPU_LIMIT = 300  # seconds for twelve processes that import torch and build some eight kernels together
 GPU_PROGRAM = f"""
-import faulthandler, sys
+import faulthandler, sys, time
 faulthandler.dump_traceback_later({GPU_LIMIT}, exit=True)  # where each of them is
 sys.path.insert(0, {str(HERE.parent)!r})
+begin = time.monotonic()
+def reached(stage):  # a failure shows these lines of all processes
+    print(f"{{stage}} after {{time.monotonic() - begin:.0f}} s", flush=True)
 import torch
 from tl_attention import flash_attn_func
+reached("imported")
 torch.manual_seed(0)
 q, k, v = (torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+reached("inputs")
 out = flash_attn_func(q, k, v, causal=True)
+reached("forward")
 out.backward(torch.ones_like(out))
 torch.cuda.synchronize()
+reached("backward")
 print(*(f"{{x.double().abs().sum().item():.17g}}" for x in (out, q.grad, k.grad, v.grad)))
 """
 

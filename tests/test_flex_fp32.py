@@ -132,7 +132,7 @@ def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
     monkeypatch.setattr(flex.launch, "backward", backward)
     score_mod, _, learned = cases(Captured("cpu"))["temperature"]
     call = trace(score_mod, None, True)
-    out, _ = flex._differentiable(call, (1.0, False, False, True, False), parts, q, k, v, *call.tensors)
+    out, _ = flex._differentiable(call, (1.0, False, False, True, False), parts, None, q, k, v, *call.tensors)
     torch.set_float32_matmul_precision("medium")
     out.sum().backward()
     assert seen == [parts, parts] and learned[0].grad is not None
@@ -181,7 +181,7 @@ def test_flex_fp32_gradients_of_wide_heads_without_kernels_are_a_formula(monkeyp
     monkeypatch.setattr(flex.launch, "forward", forward)
     monkeypatch.setattr(flex.launch, "backward", lambda *_, **__: pytest.fail("expected no launch"))
     given = torch.randn_like(q), torch.randn(q.shape[:3])
-    results = flex._differentiable(call, (0.2, False, False, True, False), 3, q, k, v, *call.tensors)
+    results = flex._differentiable(call, (0.2, False, False, True, False), 3, None, q, k, v, *call.tensors)
     found = torch.autograd.grad(results, [q, k, v, *learned], given)
     for x, y in zip(found, formula(q, k, v, call, given), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -274,7 +274,8 @@ def test_pack_miss_says_what_brings_the_kernel(site, monkeypatch):
     monkeypatch.setattr(toolkit, "tilelang_version", lambda: None)
     monkeypatch.setattr(pack, "installed", lambda: None)
     with pytest.raises(
-        RuntimeError, match=r"no pack of kernels \(tl-attention-kernels\) is installed: install the wheel"
+        RuntimeError,
+        match=r"no pack of kernels \(tl-attention-kernels\) is installed: pip install 'tl-attention\[kernels\]'",
     ):
         store.find(PROBLEM, BwdSum())
     use_pack(monkeypatch, site)

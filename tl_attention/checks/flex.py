@@ -257,13 +257,18 @@ def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor, n
 
 def _bias_hint(bias: torch.Tensor, wanted: tuple[int, ...]) -> str:
     """Advice for a bias of another shape than [1 or batch, 1 or heads, seqlen_q, seqlen_k]."""
-    batch, _, seqlen_q, seqlen_k = wanted
-    if tuple(bias.shape) in {(seqlen_q, seqlen_k), (wanted[1], seqlen_q, seqlen_k)}:
+    batch, heads, seqlen_q, seqlen_k = wanted
+    shape, expand = tuple(bias.shape), f".expand(-1, -1, {seqlen_q}, -1)"
+    if shape in {(seqlen_q, seqlen_k), (heads, seqlen_q, seqlen_k)}:
         return f"pass attn_bias[{', '.join(['None'] * (4 - bias.ndim))}]"
-    if tuple(bias.shape) == (batch, seqlen_k):
-        return f"pass attn_bias[:, None, None].expand(-1, -1, {seqlen_q}, -1), if it is a mask of keys"
-    if bias.ndim == 4 and bias.shape[2:] == (1, seqlen_k):
-        return f"pass attn_bias.expand(-1, -1, {seqlen_q}, -1)"
+    if shape == (batch, seqlen_q, seqlen_k):
+        return "pass attn_bias[:, None]"
+    if shape == (batch, seqlen_k):
+        return f"pass attn_bias[:, None, None]{expand}, if it is a mask of keys"
+    if shape == (batch, 1, seqlen_k):
+        return f"pass attn_bias[:, None]{expand}"
+    if bias.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (1, seqlen_k):
+        return f"pass attn_bias{expand}"
     return "view or expand it to that"
 
 

@@ -57,19 +57,6 @@ class PolynomialCap:
         """True if steps of a forward kernel use the polynomial. With keys in pages most kernels would spill, 8 to 56 bytes."""
         return config.hold_max and problem.is_only_capped and config.page_rows == 0
 
-    @staticmethod
-    def of(
-        problem: AttnProblem,
-        config: FwdConfig,
-        softmax_scale: Any,
-        options: Any,
-        keys: Any,
-    ) -> PolynomialCap | None:
-        """The polynomial of a tile, or None. options: OptionArguments."""
-        if not PolynomialCap.serves(problem, config):
-            return None
-        return PolynomialCap(softmax_scale, options.softcap, keys)
-
     @T.inline
     def apply(self, acc_s):
         """Replace raw scores by capped ones, in base 2: exponents, as the row max is 0."""

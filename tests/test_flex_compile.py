@@ -242,6 +242,14 @@ def changes_its_tensor(score, b, h, q_idx, kv_idx):
     return score + COUNTS.add_(1)[q_idx]
 
 
+def by_float(score, b, h, q_idx, kv_idx):
+    return score + TABLE[q_idx * 0.5]
+
+
+def by_condition(score, b, h, q_idx, kv_idx):
+    return score + TABLE[q_idx > 3]
+
+
 def slices(score, b, h, q_idx, kv_idx):
     return score + TABLE[1:, q_idx][0]
 
@@ -271,6 +279,11 @@ def without_gradient(score, b, h, q_idx, kv_idx):
             "score_mod: expected captured tensors that it only reads, got torch.Tensor.add_",
         ),
         (slices, "score_mod: expected indices that are 0-d tensors, ints or a full slice, got a slice"),
+        (
+            by_float,
+            "score_mod: expected integers as indices of a tensor, got torch.float32; round a number by .int",
+        ),
+        (by_condition, "score_mod: expected integers as indices of a tensor, got torch.bool"),
         (sums, "expected pointwise operations on scalars, got aten.cumsum"),
         (without_gradient, "score_mod: expected no torch.no_grad"),
         (by_function, "score_mod: expected no torch.no_grad.* nor a torch.autograd.Function"),

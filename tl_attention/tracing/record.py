@@ -20,7 +20,9 @@ PARAMETERS = {"score_mod": ("score", *POSITIONS), "mask_mod": POSITIONS}
 READS = frozenset(
     ("__bool__", "__int__", "__float__", "__complex__", "__index__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose")
 )  # fmt: skip
+# All that a text may name: a text of an exported program is code of whoever made it
 _NAMES = {
+    "__builtins__": {"slice": slice},
     "__name__": __name__,
     "torch": torch,
     "device": torch.device,
@@ -157,6 +159,13 @@ def _element(function: str, tensor: torch.Tensor, index: Any) -> torch.Tensor:
     if not any([isinstance(i, torch.Tensor) for i in positions]):
         return tensor[index]
     for i in positions:
+        if isinstance(i, bool | float) or (
+            isinstance(i, torch.Tensor) and (i.is_floating_point() or i.dtype == torch.bool)
+        ):
+            raise TypeError(
+                f"{function}: expected integers as indices of a tensor, got {i.dtype if isinstance(i, torch.Tensor) else i}; round a number"
+                " by .int(), and choose by a condition with torch.where"
+            )
         if isinstance(i, slice) and not (i.start is None and i.stop is None and i.step is None):
             raise NotImplementedError(
                 f"{function}: expected indices that are 0-d tensors, ints or a full slice, got a slice beside 0-d tensors; cut the tensor"

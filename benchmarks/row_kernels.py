@@ -56,9 +56,9 @@ def in_words(rows: Iterable[Row]) -> str:
     good, around = found[SAME] + found[AROUND], ""
     if found[AROUND]:
         around = (
-            ", with other small kernels"
+            ", but for kernels without matrix products"
             if not found[SAME]
-            else f", {found[AROUND]} of them with other small kernels"
+            else f", {found[AROUND]} of them but for kernels without matrix products"
         )
     return f"{good} of {total}{around}{f', {unknown} not known' if unknown else ''}"
 
@@ -67,8 +67,8 @@ def sentence(races: Mapping[str, Iterable[Row]]) -> str:
     """Races and how many of their rows ran today's kernels."""
     counts = "; ".join(f"{race} {in_words(rows)}" for race, rows in races.items())
     return (
-        f"Rows that ran today's kernels, by the hashes of `configs/kernels.json`: {counts}. Small kernels have no products, such as "
-        f"the sums of a backward. {LEGEND}"
+        f"Rows that ran today's kernels, by the hashes of `configs/kernels.json`: {counts}. Kernels without matrix products "
+        f"are such as the sums of a backward. {LEGEND}"
     )
 
 

@@ -70,7 +70,7 @@ def test_bench_rows_of_todays_kernels_have_no_mark() -> None:
     ("word", "state", "words"),
     [
         ("dq+dk+dv", row_kernels.CHANGED, "0 of 1"),
-        ("delta", row_kernels.AROUND, "1 of 1, with other small kernels"),
+        ("delta", row_kernels.AROUND, "1 of 1, but for kernels without matrix products"),
         ("192x128", row_kernels.SAME, "1 of 1"),
     ],
 )

@@ -314,7 +314,10 @@ def test_bench_shapes_by_name_pattern_and_text() -> None:
         *(f"paper-d64-full-{n}k" for n in (1, 2, 4, 8, 16)),
         SHAPE,
     ]
-    with pytest.raises(ValueError, match=r"'nonsense': not in .*, which has paper-\*, article, .*, flex-\*$"):
+    with pytest.raises(
+        ValueError,
+        match=r"'nonsense': not in .*, which has paper-\*, article, .*, flex-\*; or write it as B,Hq,",
+    ):
         shapes.chosen_shapes(["nonsense"])
     with pytest.raises(ValueError, match=r"'articel': not in .*; did you mean article\?$"):
         shapes.chosen_shapes(["articel"])

@@ -223,9 +223,9 @@ def chosen_shapes(
             continue
         if not (names := fnmatch.filter(named, text)):
             close = difflib.get_close_matches(text, named, n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
             form = "or write it as B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]"
-            raise ValueError(f"shape {text!r}: not in {where}{hint}; {form}")
+            hint = f"did you mean {' or '.join(close)}?" if close else form
+            raise ValueError(f"shape {text!r}: not in {where}; {hint}")
         chosen |= {name: Shape.parse(named[name]) for name in names}
     return chosen
 

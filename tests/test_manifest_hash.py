@@ -61,10 +61,10 @@ FAULTS = {
         r"( +output\.start\(.* - 1\)\n)( +turns\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(SHARED_TILES,)
     ),
     "forward: V of another slot": Edit(
-        r"(output\.start\(P_parts, shared\.V, .*) - 1\)", r"\1)", FORWARD
+        r"(output\.start\(P_terms, shared\.V, .*) - 1\)", r"\1)", FORWARD
     ),
     "forward: O is rescaled before P is rounded": Edit(
-        r"( +round_P\(acc_s, P_parts, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
+        r"( +round_P\(acc_s, P_terms, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
         r"\2\1",
         FORWARD,
     ),
@@ -99,8 +99,8 @@ FAULTS = {
 REFACTORINGS = {
     "forward: another name": Edit(r"\bacc_pv\b", "product", FORWARD),
     "forward: a bound value": Edit(
-        r"( +)output\.finish\(P_parts, shared\.V, (.*) - 1\)",
-        r"\1one_later = \2\n\1output.finish(P_parts, shared.V, one_later - 1)",
+        r"( +)output\.finish\(P_terms, shared\.V, (.*) - 1\)",
+        r"\1one_later = \2\n\1output.finish(P_terms, shared.V, one_later - 1)",
         FORWARD,
     ),
     "forward: helpers in another order": Edit(

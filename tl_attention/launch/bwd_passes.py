@@ -11,7 +11,7 @@ import torch
 from tl_attention.compilation.store import Kernel
 from tl_attention.config.costs import Costs
 from tl_attention.config.kernel_configs import BwdConfig, BwdPass
-from tl_attention.config.part_configs import stores_key_parts
+from tl_attention.config.term_configs import stores_key_terms
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.bwd_kernels import BwdKernels, goes_by_sequence
 from tl_attention.launch.common import (
@@ -24,9 +24,9 @@ from tl_attention.launch.common import (
     table_counts,
     tile_counts,
 )
-from tl_attention.launch.parts import AttentionTiles
 from tl_attention.launch.rounding import ring_tiles, slots_of
 from tl_attention.launch.seen import unseen_queries
+from tl_attention.launch.terms import AttentionTiles
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 from tl_attention.problem.options import UNLIMITED, Options, canonical_window, rounded_length
@@ -345,8 +345,8 @@ def bwd_workspace_bytes(
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
     share the query heads of a key head or a key tile, for `partial`, and in fp32 with packed sequences; with these also tables of their
-    tiles. A gradient through the lse and that of a sink need some bytes per query more, while they are computed. The bf16 parts of
-    fp32 tensors are beside it: see parts_workspace_bytes.
+    tiles. A gradient through the lse and that of a sink need some bytes per query more, while they are computed. The bf16 terms of
+    fp32 tensors are beside it: see terms_workspace_bytes.
 
     Args:
         batch, seqlen_q, seqlen_k: with packed sequences their number, and the rows of all of them.
@@ -402,7 +402,7 @@ class QueryPass:
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
 
-    attention_tiles, stores_key_parts = None, False  # see KeyPass
+    attention_tiles, stores_key_terms = None, False  # see KeyPass
 
     def launch(
         self,
@@ -441,8 +441,8 @@ class KeyPass:
             self.whole = (buffers.whole,)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
         tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.costs, sizes.heads_per_kv)
-        self.attention_tiles = tiles if config.makes_parts else None
-        self.stores_key_parts = stores_key_parts(problem, config.makes)
+        self.attention_tiles = tiles if config.makes_terms else None
+        self.stores_key_terms = stores_key_terms(problem, config.makes)
 
     def launch(
         self,
@@ -454,7 +454,7 @@ class KeyPass:
         options: tuple = (),
         tables: Tables | None = None,
         blocks: BlockLists | None = None,
-        key_parts: tuple = (),
+        key_terms: tuple = (),
     ) -> None:
         buffers = self.buffers
         dq_sum, dk_parts, dv_parts = [empty(*x) for x in buffers.empty]
@@ -481,7 +481,7 @@ class KeyPass:
         # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
         sums = dq if buffers.writes_dq else dq_sum, *stored, dk_parts, dv_parts
-        extra = *tickets, *turns, *self.whole, *rounding, *key_parts, *options
+        extra = *tickets, *turns, *self.whole, *rounding, *key_terms, *options
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *extra)
         if buffers.adds_dq and not buffers.rounds:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)

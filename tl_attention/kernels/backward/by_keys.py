@@ -21,7 +21,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import BwdPass
-from tl_attention.config.part_configs import MAKERS, splits_keys, stores_key_parts
+from tl_attention.config.term_configs import MAKERS, splits_keys, stores_key_terms
 from tl_attention.kernels.backward import key_tiles
 from tl_attention.kernels.backward.dq_sinks.apart import add_dq
 from tl_attention.kernels.backward.dq_sinks.round import BLOCKS_WITH_ROWS, rounding_code
@@ -34,7 +34,7 @@ from tl_attention.kernels.backward.shared import alloc_dv, alloc_key_rings, allo
 from tl_attention.kernels.backward.step import Elements, KeyStep, Launch
 from tl_attention.kernels.backward.store import store_gradients
 from tl_attention.kernels.cuda import source
-from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import fill_bias_columns
 from tl_attention.kernels.scores.options import option_arguments, prelude
@@ -58,7 +58,7 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
-    # Bounds checks are off: only Lse_log2, Delta, dQ_sum and the parts are accessed without TMA, and the caller pads them to whole tiles
+    # Bounds checks are off: only Lse_log2, Delta, dQ_sum and the terms are accessed without TMA, and the caller pads them to whole tiles
     "tl.disable_safe_memory_legalize": True,
 }
 
@@ -69,7 +69,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
         Q: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
         K, V: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
-            fp32: as in split_tile.py in the first pass, which has dk; bf16 parts in the passes after it, as K_parts and V_parts.
+            fp32: as in split_tile.py in the first pass, which has dk; bf16 terms in the passes after it, as K_parts and V_parts.
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
@@ -85,10 +85,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Turns: int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule ordered.
         whole: int32, of KeyTileCounts. Only with the schedule split.
         dQ, Progress_dq, sum_slots: see sink.rounding_of. Only where the pass rounds dQ.
-        K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them.
+        K_parts, V_parts: bf16 terms of fp32 K and V, [batch, seqlen_k, heads_kv, terms * width]. The first of several passes writes them.
     Then the fields of
         options.OptionArguments: of options.
-        input_parts.InputArguments: config.makes_parts.
+        input_terms.InputArguments: config.makes_terms.
         traced_arguments.TracedArguments: of a program.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
@@ -102,7 +102,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     args = KeyPassArguments.of(problem, config)
     batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
     option_types = option_arguments(problem)
-    input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
+    input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_terms)
 
     @T.macro
     def differentiate(w, number, turn, first_step, tile, blocks, launch):
@@ -203,8 +203,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dQ: args.dQ,
         Progress_dq: args.Progress_dq,
         sum_slots: T.int32 if rounds else False,
-        K_parts: args.K_parts,
-        V_parts: args.V_parts,
+        K_parts: args.K_terms,
+        V_parts: args.V_terms,
     ):
         options = declare(option_types)
         fp32_inputs = declare(input_types, first="Q_input", second="dO_input")
@@ -216,7 +216,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
-            inputs = InputParts.of(problem, fp32_inputs, (Q, dO), config.part_stages)
+            inputs = InputTerms.of(problem, fp32_inputs, (Q, dO), config.term_stages)
             dq_tensors, table = (dQ, dQ_sum, Progress_dq), options.Table if varlen else None
             rounding = rounding_of(
                 problem, config, dq_tensors, counts, heads_kv, sum_slots, args.rounded_q, table
@@ -226,15 +226,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             order_heads = heads_kv * key_tiles.order_parts(config, counts)
             all_heads = order_heads if varlen else order_heads * batch  # the table has all sequences
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
-            stores_parts = stores_key_parts(problem, config.makes)
+            stores_terms = stores_key_terms(problem, config.makes)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
-                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts),
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.terms),
                 splits_keys=splits_keys(problem, config.makes),
-                K_parts=K_parts if stores_parts else None,
-                V_parts=V_parts if stores_parts else None,
+                K_terms=K_parts if stores_terms else None,
+                V_terms=V_parts if stores_terms else None,
                 # dQ_sum is dQ itself
                 dQ=dQ_sum if key_pass.adds_own_dq or config.one_tile else None,
                 dK=dK,
@@ -282,8 +282,8 @@ class KeyPassArguments:
     Turns: Any
     dQ: Any
     Progress_dq: Any
-    K_parts: Any = False
-    V_parts: Any = False
+    K_terms: Any = False
+    V_terms: Any = False
 
     @classmethod
     def of(cls, problem: AttnProblem, config: BwdPass) -> "KeyPassArguments":
@@ -294,13 +294,13 @@ class KeyPassArguments:
         rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
         batch_rows = T.dynamic("batch_rows") if problem.has("varlen") else batch
         of_keys, lengths = (batch, seqlen_k, heads_kv), (seqlen_q, heads, seqlen_k, heads_kv)
-        key_parts = {}
-        if stores_key_parts(problem, config.makes):
-            key_parts = {
-                "K_parts": rows_argument(problem, "k", *of_keys, columns_qk),
-                "V_parts": rows_argument(problem, "v", *of_keys, columns_v),
+        key_terms = {}
+        if stores_key_terms(problem, config.makes):
+            key_terms = {
+                "K_terms": rows_argument(problem, "k", *of_keys, columns_qk),
+                "V_terms": rows_argument(problem, "v", *of_keys, columns_v),
             }
-        # fp32: the inputs have columns of parts, or two per number
+        # fp32: the inputs have columns of terms, or two per number
         cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
         rounds = config.rounds(problem)
         raw_fp32 = ("k", "v") if splits_keys(problem, config.makes) else ()
@@ -323,14 +323,14 @@ class KeyPassArguments:
             Turns=T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
             dQ=rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
             Progress_dq=T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
-            **key_parts,
+            **key_terms,
         )
 
 
 def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
     """Roles of a pass by keys."""
     makes_dq = "dq" in config.makes and not problem.is_fp32
-    registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
+    registers = pipeline.registers(problem, config.warpgroups, config.makes_terms, full=makes_dq)
     if config.dq_apart:
         registers = FOUR_WARPS_REGISTERS if config.is_ordered or config.rounds(problem) else APART_REGISTERS
     return Roles(
@@ -363,8 +363,8 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += rounding_code(problem, *loop)
     if config.is_dynamic and problem.has("varlen"):
         code += source("zero")
-    if config.makes_parts:
-        code += MAKE_PARTS
+    if config.makes_terms:
+        code += MAKE_TERMS
     if splits_keys(problem, config.makes):
         code += source("split_tile")
     return code or None
@@ -372,7 +372,7 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
 
 def further_warps(producer: KeyTileProducer, number: Any) -> dict[str, Any]:
     """Arguments of Roles.run() for the warps beside the producer."""
-    if producer.config.makes_parts:
+    if producer.config.makes_terms:
         ctas = producer.counts.ctas
         make = functools.partial(producer.shared.inputs.make_share, number, ctas)
         if not producer.dynamic:

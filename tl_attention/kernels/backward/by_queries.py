@@ -22,14 +22,14 @@ from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.seams.products import (
-    alloc_further_parts,
+    alloc_further_terms,
     clear,
     continue_jobs,
     finish_jobs,
     jobs,
     multiply,
     scale,
-    split_parts,
+    split_terms,
 )
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import Tile, TileCounts, TileOrder
@@ -59,8 +59,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
-    parts, products = problem.parts, problem.products
-    by_block = parts > 1 and not config.one_sum  # products are summed by block, see products.py
+    terms, products = problem.terms, problem.products
+    by_block = terms > 1 and not config.one_sum  # products are summed by block, see products.py
     scores_first = scores_come_first(problem, config)
     dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
@@ -97,7 +97,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def compute_scores(w, step, scores, shared, acc_s):
         """Issue S = Q K^T, accumulated on the linear bias if there is one."""
         scores.begin(acc_s, shared.bias_columns)
-        multiply(products, lambda i: shared.Q.part(w, i), lambda j: shared.K.part(step, j), acc_s, **q_kt)
+        multiply(products, lambda i: shared.Q.term(w, i), lambda j: shared.K.term(step, j), acc_s, **q_kt)
 
     @T.macro
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
@@ -133,7 +133,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
         acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
         dS = T.alloc_fragment([64, block_N], dtype_of("ds"))  # dS [queries, keys]
-        dS_parts = (dS, *alloc_further_parts([64, block_N], parts))
+        dS_terms = (dS, *alloc_further_terms([64, block_N], terms))
         acc_dq = T.alloc_fragment([64, dq_cols], "float32")
         dq_chunks = (acc_dq, *alloc_fragments([[64, dq_cols]] * (head_dim // dq_cols - 1), "float32"))
         # Products of one step, see products.Job
@@ -184,7 +184,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dP = dO V^T
             shared.V.wait(step)
             multiply(
-                products, lambda i: shared.dO.part(w, i), lambda j: shared.V.part(step, j), acc_dp, **do_vt
+                products, lambda i: shared.dO.term(w, i), lambda j: shared.V.term(step, j), acc_dp, **do_vt
             )
 
             # P = exp2(S - lse), beside that GEMM
@@ -200,18 +200,18 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS = P * (dP - Delta)
             dropout.drop(acc_dp)
             dropout.scale_kept(acc_dp)
-            if parts > 1:
+            if terms > 1:
                 softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], acc_s)
-                split_parts(acc_s, dS_parts)
+                split_terms(acc_s, dS_terms)
             else:
                 softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
 
             # dQ += dS K
             if by_block:
-                dq_jobs = jobs(dq_chunks, dS_parts, shared.K, step)
+                dq_jobs = jobs(dq_chunks, dS_terms, shared.K, step)
                 continue_jobs(products, dq_jobs, sums, 0)
             else:
-                multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
+                multiply(products, lambda i: dS_terms[i], lambda j: shared.K.term(step, j), acc_dq)
 
             # S = Q K^T of the next step. After the last one it may read a slot that is empty or being filled: nothing reads this S
             if not scores_first:
@@ -277,7 +277,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 counts, problem.is_uneven, heads, all_heads, None, table, TABLE_ROWS // block_M
             )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
-            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, parts, dQ=dQ)
+            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, terms, dQ=dQ)
             roles.run(
                 lambda: produce(number, order, tiles, shared, options),
                 lambda w: consume(w, number, order, tiles, shared, softmax_scale, options),

@@ -99,7 +99,7 @@ class KeyTileProducer:
     def load(self, turn, first_step, tile, blocks):
         """Load Q, dO, Lse_log2 and Delta of each query block; K and V once, unless the schedule is dynamic-late."""
         tiles, shared, block_M = self.tiles, self.shared, self.config.block_M
-        if self.config.makes_parts:
+        if self.config.makes_terms:
             for i in T.serial(self.counts.heads_per_kv):
                 shared.inputs.wait(tile.batch, tile.kv_head * self.counts.heads_per_kv + i)
         if not self.dynamic:

@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import sum_columns
-from tl_attention.config.part_configs import splits_keys, stores_key_parts
+from tl_attention.config.term_configs import splits_keys, stores_key_terms
 from tl_attention.kernels.backward.dq_before import BiasGradient, DqBefore, StepBefore
 from tl_attention.kernels.backward.key_tiles import KeyRowsMask, dq_pieces, piece_shape, scores_come_first
 from tl_attention.kernels.backward.load import key_step
@@ -89,7 +89,7 @@ class KeyStep:
         # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
         self.adds_learned_late = config.block_M == 128
 
-        block_M, reuse, parts = config.block_M, config.reuse_registers, problem.parts
+        block_M, reuse, terms = config.block_M, config.reuse_registers, problem.terms
         head_dim, head_dim_v, tile_shape = problem.head_dim, problem.head_dim_v, [64, config.block_M]
         sum_cols = sum_columns(problem, config)
         dk_cols, dv_cols = (sum_cols if key_pass.by_block else width for width in (head_dim, head_dim_v))
@@ -101,9 +101,9 @@ class KeyStep:
         self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
         # dS' [keys, queries]
         self.dS = self.P if key_pass.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
-        self.P_parts = (self.P_for_dv, *fp32.alloc_further_parts(tile_shape, parts))
-        further = self.P_parts[1:] if reuse else fp32.alloc_further_parts(tile_shape, parts)
-        self.dS_parts = (self.dS, *further)
+        self.P_terms = (self.P_for_dv, *fp32.alloc_further_terms(tile_shape, terms))
+        further = self.P_terms[1:] if reuse else fp32.alloc_further_terms(tile_shape, terms)
+        self.dS_terms = (self.dS, *further)
         acc_dk = T.alloc_fragment([64, dk_cols], "float32")
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         self.dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
@@ -127,7 +127,7 @@ class KeyStep:
     @property
     def P_operands(self) -> tuple:
         """Tiles of P' that dV is the product of."""
-        return (self.shared.P[self.w],) if self.key_pass.stages_P else self.P_parts
+        return (self.shared.P[self.w],) if self.key_pass.stages_P else self.P_terms
 
     def all_but(self, *products: str) -> Any:
         """Wait until at most the products of these names, which were issued last, are in flight."""
@@ -155,8 +155,8 @@ class KeyStep:
         for other in tuple(range(config.warpgroups)) if late_dq else (self.w,):
             self.shared.K.wait(key_step(config, self.turn, other))
         if splits_keys(self.problem, config.makes):
-            parts = self.tiles.k_parts(self.tile, self.key, 64)
-            split_tile(self.problem, self.w, self.shared.K, self.key_step, parts)
+            terms = self.tiles.k_terms(self.tile, self.key, 64)
+            split_tile(self.problem, self.w, self.shared.K, self.key_step, terms)
 
     @T.inline
     def take_values(self):
@@ -165,8 +165,8 @@ class KeyStep:
             if not self.waits_for_V_late:
                 self.shared.V.wait(self.key_step)
             if splits_keys(self.problem, self.config.makes):
-                parts = self.tiles.v_parts(self.tile, self.key, 64)
-                split_tile(self.problem, self.w, self.shared.V, self.key_step, parts)
+                terms = self.tiles.v_terms(self.tile, self.key, 64)
+                split_tile(self.problem, self.w, self.shared.V, self.key_step, terms)
             fp32.clear(self.dk_chunks)
         if self.key_pass.makes_dv:
             fp32.clear(self.dv_chunks)
@@ -176,7 +176,7 @@ class KeyStep:
         """Wait for the last products, release what the last step has read, and pass its dQ on."""
         shared, config, key_pass = self.shared, self.config, self.key_pass
         T.wait_wgmma(0)
-        if stores_key_parts(self.problem, config.makes):
+        if stores_key_terms(self.problem, config.makes):
             wait_for_stores()
         if config.is_dynamic:
             self.last_read.release(last)
@@ -197,8 +197,8 @@ class KeyStep:
         self.scores.begin(self.acc_s, shared.bias_columns)
         fp32.multiply(
             self.products,
-            shared.K.parts_of(self.w),
-            shared.Q.parts_of(step),
+            shared.K.terms_of(self.w),
+            shared.Q.terms_of(step),
             self.acc_s,
             transpose_B=True,
             clear_accum=not self.config.has_linear_bias(self.problem),
@@ -239,16 +239,16 @@ class KeyStep:
         """Compute P' = exp2(S' - lse), in fp32 and as operands of dV and dK."""
         self.replace_scores(step)
         reuse, key_pass = self.config.reuse_registers, self.key_pass
-        if self.problem.parts > 1:
-            fp32.split_kept(self.acc_s, self.P_parts)
+        if self.problem.terms > 1:
+            fp32.split_kept(self.acc_s, self.P_terms)
         else:
             if key_pass.makes_dv and not (self.problem.is_sloped and key_pass.makes_dk):
                 T.copy(self.acc_s, self.P_for_dv)
             if reuse and (key_pass.separates_P or not key_pass.makes_dv):
                 T.copy(self.acc_s, self.P)
         if key_pass.makes_dv:
-            for n in indices(self.P_parts):
-                self.dropout.drop(self.P_parts[n])
+            for n in indices(self.P_terms):
+                self.dropout.drop(self.P_terms[n])
             if key_pass.stages_P:
                 share(self.w, (self.P_for_dv,), (self.shared.P[self.w],))
 
@@ -287,8 +287,8 @@ class KeyStep:
         shared.dO.wait(step)
         fp32.multiply(
             self.products,
-            shared.V.parts_of(self.w),
-            shared.dO.parts_of(step),
+            shared.V.terms_of(self.w),
+            shared.dO.terms_of(step),
             self.acc_dp,
             transpose_B=True,
             clear_accum=True,
@@ -304,14 +304,14 @@ class KeyStep:
     def start_dv(self, step):
         """Issue dV += P' dO, if the pass makes dV."""
         if self.key_pass.makes_dv:
-            dO = self.shared.dO.parts_of(step)
+            dO = self.shared.dO.terms_of(step)
             fp32.multiply(self.products, self.P_operands.__getitem__, dO, self.dv_chunks[0])
 
     @T.inline
     def start_dk(self, step):
         """Issue dK += dS' Q."""
         fp32.multiply(
-            self.products, self.dS_parts.__getitem__, self.shared.Q.parts_of(step), self.dk_chunks[0]
+            self.products, self.dS_terms.__getitem__, self.shared.Q.terms_of(step), self.dk_chunks[0]
         )
 
     @T.inline
@@ -357,27 +357,27 @@ class KeyStep:
     def compute_fp32_dS(self, step):
         """dS' = P' * (dP' - Delta) in fp32, in the registers of dP'."""
         self.drop_dp()
-        P = self.P_parts if self.config.reuse_registers else (self.acc_s,)
+        P = self.P_terms if self.config.reuse_registers else (self.acc_s,)
         fp32.replace_dp(P, self.acc_dp, lambda j: self.shared.Q.row_value(step, 1, j))
         if self.key_pass.adds_own_dq:
             self.scores.learn_dS(self.acc_dp, self.blocks, True)
 
     @T.inline
     def split_dS(self, step):
-        """Split dS' into bf16 parts."""
-        fp32.split_parts(self.acc_dp, self.dS_parts)
+        """Split dS' into bf16 terms."""
+        fp32.split_terms(self.acc_dp, self.dS_terms)
         self.fetch_next(step)
 
     def dv_jobs(self, step: Any) -> tuple:
         """Jobs of dV += P' dO, see products.Job."""
-        return fp32.jobs(self.dv_chunks, self.P_parts, self.shared.dO, step) if self.key_pass.makes_dv else ()
+        return fp32.jobs(self.dv_chunks, self.P_terms, self.shared.dO, step) if self.key_pass.makes_dv else ()
 
     def dk_jobs(self, step: Any) -> tuple:
         """Jobs of dK += dS' Q."""
-        return fp32.jobs(self.dk_chunks, self.dS_parts, self.shared.Q, step) if self.key_pass.makes_dk else ()
+        return fp32.jobs(self.dk_chunks, self.dS_terms, self.shared.Q, step) if self.key_pass.makes_dk else ()
 
     def dq_jobs(self) -> tuple:
-        """Jobs of dQ' = K' dS', after share_parts_of_dS()."""
+        """Jobs of dQ' = K' dS', after share_terms_of_dS()."""
         if not self.key_pass.adds_own_dq:
             return ()
         place = {"tile": self.tile, "head": self.blocks.head, "start": self.blocks.query}
@@ -386,10 +386,10 @@ class KeyStep:
         return fp32.transposed_jobs(self.problem.head_dim, shared.K, self.w, shared.dS[self.w], add_dq)
 
     @T.inline
-    def share_parts_of_dS(self):
-        """Write the parts of dS' to shared memory of the warpgroup, if it computes dQ of its keys."""
+    def share_terms_of_dS(self):
+        """Write the terms of dS' to shared memory of the warpgroup, if it computes dQ of its keys."""
         if self.key_pass.adds_own_dq:
-            share(self.w, self.dS_parts, self.shared.dS[self.w])
+            share(self.w, self.dS_terms, self.shared.dS[self.w])
 
     @T.inline
     def advance(self):

@@ -20,14 +20,14 @@ import tilelang.language as T
 
 from tl_attention.config import query_tiles
 from tl_attention.config.kernel_configs import FwdConfig
-from tl_attention.config.part_configs import MAKERS
+from tl_attention.config.term_configs import MAKERS
 from tl_attention.kernels.cuda import source
 from tl_attention.kernels.forward import assist_warp
 from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.forward.query_slots import QuerySlots
 from tl_attention.kernels.forward.results import Results, results_of, store_code
 from tl_attention.kernels.forward.row_max import RowMax
-from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.scores.mask import LAST_BLOCK, Mask
@@ -39,7 +39,7 @@ from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
-from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_P
+from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_terms, multiply, round_P
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
@@ -69,7 +69,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     Args of the kernel:
         Q, K, V, O: views [batch, seqlen, heads, columns] with at most as many columns as the problem's tile widths, and not empty, as
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
-            fp32: K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; Q as in split_tile.py; O is fp32.
+            fp32: K, V are bf16 terms, [batch, seqlen, heads, terms * width], from terms.py; Q as in split_tile.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
         Tickets: int32 [2], zeros before and after the kernel; with the schedule shared [sms], 2 + ctas or more, see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
@@ -77,7 +77,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         options.OptionArguments: of options.
         pages.CachePages: config.page_rows, keys are in pages whose size is a multiple of it, see tiles.PagedKeys.
         shared_tiles.PieceArguments: schedule shared.
-        input_parts.InputArguments: config.makes_parts. K and V hold the parts of the first heads before.
+        input_terms.InputArguments: config.makes_terms. K and V hold the terms of the first heads before.
         traced_arguments.TracedArguments: of a program.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
@@ -88,14 +88,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
-    # bf16 parts of an fp32 number, and the pairs of them that are multiplied; in 16 bits one part, one pair
-    parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
+    # bf16 terms of an fp32 number, and the pairs of them that are multiplied; in 16 bits one term, one pair
+    terms, products, makes_terms = problem.terms, problem.products, config.makes_terms
     persistent = config.schedule != "grid"  # a CTA computes several tiles
     shares_tiles = config.schedule == "shared"  # and CTAs share some of them, see shared_tiles.py
     registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
-    o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
+    o_cols = CHUNK if terms > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
     turns = Turns(config.warpgroups, config.ping_pong)
     first_row = functools.partial(query_tiles.first_row, problem, config)
     skips = query_tiles.hides_steps(problem, config)
@@ -116,7 +116,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     tickets_view = T.Tensor([T.dynamic("sms") if shares_tiles else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
     piece_types = PieceArguments.of(problem, config)
-    input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
+    input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_terms)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
         how = {"split": split, "held": hold_max, "shares": shares_tiles}
@@ -132,7 +132,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.keep_share(tile.split, splits)
         if shares_tiles:
             stream.keep_piece(blocks)
-        if makes_parts:
+        if makes_terms:
             shared.inputs.wait(tile.batch, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
         slots.load(turn, tile, first_query, tiles, shared.Q)
@@ -162,7 +162,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         followed = assist_warp.Followed(problem, config, lengths, splits, first_tile, order, launch)
         if two_producers:
             return lambda: assist_warp.produce_values(followed)
-        if makes_parts:
+        if makes_terms:
             return lambda: launch.shared.inputs.make_share(first_tile, ctas)
         return None
 
@@ -203,7 +203,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         turns.wait(w)
         scores.begin(acc_s, block)
         q_kt = {"transpose_B": True, "clear_accum": scores.clears}
-        multiply(products, shared.Q.parts_of(q_step), shared.K.parts_of(step), acc_s, **q_kt)
+        multiply(products, shared.Q.terms_of(q_step), shared.K.terms_of(step), acc_s, **q_kt)
 
     @T.macro
     def attend(w, tile, turn, first_step, blocks, launch):
@@ -212,18 +212,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         recomputes = shared.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
-        P_parts = (P, *alloc_further_parts([64, block_N], parts))
+        P_terms = (P, *alloc_further_terms([64, block_N], terms))
         acc_o = T.alloc_fragment([64, o_cols], "float32")
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
         # P V of one key block; in 16 bits O itself
-        acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
+        acc_pv = alloc_fragments([[64, o_cols]], "float32") if terms > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
         scores = ForwardScores(problem, config, launch.options, softmax_scale, shared)
         dropout = Dropout(problem, launch.options, block_N)
         scale_log2 = scores.scale_log2
         # Causal d64 at 4k 517 -> 505 us; d128 is not faster with it (bf16, H200, 2026-11-27)
-        sums_directly = head_dim == 64 and parts == 1
+        sums_directly = head_dim == 64 and terms == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, scores.may_hold_zero, sums_directly)
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), shared.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
@@ -256,7 +256,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.apply(acc_s, query, block)
         softmax.update(acc_s, scores.shift(query, block))  # O is 0, so it needs no rescale
         row_max.after_first_step(w, acc_s, blocks.steps)
-        round_P(acc_s, P_parts, dropout)
+        round_P(acc_s, P_terms, dropout)
 
         # Only now: V of the last hidden step is loaded after K of step 0
         hidden_first.release_values(shared.V, first_step)
@@ -270,7 +270,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 block = blocks.at(step, loop.steps)
                 start_scores(w, q_step, first_step + step, block, shared, scores, acc_s)
                 shared.V.wait(first_step + step - 1)
-                output.start(P_parts, shared.V, first_step + step - 1)
+                output.start(P_terms, shared.V, first_step + step - 1)
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
                 scores.look_up(query, block)
@@ -279,16 +279,16 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 slots.free_after_scores(step == blocks.steps - 1, q_step, shared.Q)
                 scores.apply(acc_s, query, block, at_zero=loop.at_zero)
                 softmax.update(acc_s, scores.shift(query, block), follow=loop.update, at_zero=loop.at_zero)
-                output.finish(P_parts, shared.V, first_step + step - 1)  # O is complete, and P free
+                output.finish(P_terms, shared.V, first_step + step - 1)  # O is complete, and P free
                 shared.V.release(first_step + step - 1)
-                round_P(acc_s, P_parts, dropout)
+                round_P(acc_s, P_terms, dropout)
                 if loop.update:
                     softmax.rescale(output.chunks)  # all of O is relative to the row max before
 
         # O += P V of the last step beside the row sums
         last = blocks.steps - 1
         shared.V.wait(first_step + last)
-        output.start(P_parts, shared.V, first_step + last)
+        output.start(P_terms, shared.V, first_step + last)
         # The tile's position, not held in registers meanwhile; read before the box may be refilled
         if persistent:
             shared.tile_box.read_tile(turn, tile)
@@ -301,7 +301,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         query = tiles.first_query(tile, block_M) + first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
-        output.finish(P_parts, shared.V, first_step + last)
+        output.finish(P_terms, shared.V, first_step + last)
         shared.V.release(first_step + last)
         hidden_last.release(w, shared.K, shared.V, turns, first_step + blocks.steps)
         softmax.scale_rows(output.chunks)  # O /= row sums
@@ -368,7 +368,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
                 pieces=SharedPieces.of(config, pieces, Tickets) if shares_tiles else None,
-                inputs=InputParts.of(problem, inputs, (K, V), config.part_stages) if makes_parts else None,
+                inputs=InputTerms.of(problem, inputs, (K, V), config.term_stages) if makes_terms else None,
             )
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
@@ -378,13 +378,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M
             )
             loads = paged_loads(problem, config, K, V, pages)
-            tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
+            tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, terms, *loads)
             launch = Launch(tiles, shared, options, softmax_scale, lse_unit)
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, launch),
                 lambda w: consume(w, first_tile, order, launch),
                 assist(first_tile, ctas, order, launch),
-                assist_warps=MAKERS if makes_parts else 1,
+                assist_warps=MAKERS if makes_terms else 1,
             )
 
     return flash_fwd_kernel
@@ -392,8 +392,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
 def cuda_code(problem: AttnProblem, config: FwdConfig, results: Results) -> str:
     """CUDA that the parts of a forward need."""
-    code = PIECES if config.schedule == "shared" else MAKE_PARTS if config.makes_parts else ""
+    code = PIECES if config.schedule == "shared" else MAKE_TERMS if config.makes_terms else ""
     if PolynomialCap.serves(problem, config):
         code += source("any_of_warpgroup")
     code += store_code(problem.head_dim_v, results.from_registers)
-    return code + source("split_tile") if problem.parts > 1 else code
+    return code + source("split_tile") if problem.terms > 1 else code

@@ -51,7 +51,7 @@ class FwdConfig:
     ping_pong: bool = False  # warpgroups alternate at the tensor cores
     schedule: str = "grid"  # one of SCHEDULES
     q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
-    split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
+    split: bool = False  # several CTAs per tile, each with a split of its keys; FwdCombine merges them
     # Hold each row max after the masked steps; not in fp16. A tile whose row sums overflow is computed again with an updated max
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS

@@ -75,11 +75,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
             In fp32 dQ itself, if the pass computes it; 0 before the kernel. With one_tile dQ, which the kernel stores.
         dK, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
-        dK_parts, dV_parts: partial sums, fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
+        dK_parts, dV_parts: partials, fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
             With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32.
-        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts.
+        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts; parts: sharers of a tile.
     The others are False in a kernel that lacks them:
         Tickets: int32 [2], zeros before and after the kernel. With every schedule but grid.
         Turns: int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule ordered.
@@ -188,8 +188,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dQ_sum: args.dQ_sum,
         dK: args.dK,
         dV: args.dV,
-        dK_parts: args.dK_parts,
-        dV_parts: args.dV_parts,
+        dK_parts: args.dK_partials,
+        dV_parts: args.dV_partials,
         softmax_scale: T.float32,
         heads_per_kv: T.int32,
         heads_per_part: T.int32,
@@ -223,7 +223,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             )
             alloc_dq = functools.partial(alloc_dq_sink, problem, config, rounding, Turns, softmax_scale)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
-            order_heads = heads_kv * key_tiles.order_parts(config, counts)
+            order_heads = heads_kv * key_tiles.order_sharers(config, counts)
             all_heads = order_heads if varlen else order_heads * batch  # the table has all sequences
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
             stores_terms = stores_key_terms(problem, config.makes)
@@ -239,8 +239,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dQ=dQ_sum if key_pass.adds_own_dq or config.one_tile else None,
                 dK=dK,
                 dV=dV,
-                dK_parts=FragmentBlocks(dK_parts, key_tiles.part_blocks(config, counts)),
-                dV_parts=FragmentBlocks(dV_parts, key_tiles.part_blocks(config, counts)),
+                dK_partials=FragmentBlocks(dK_parts, key_tiles.partial_blocks(config, counts)),
+                dV_partials=FragmentBlocks(dV_parts, key_tiles.partial_blocks(config, counts)),
             )
             launch = Launch(counts, tiles, shared, options, softmax_scale, heads)
             producer = KeyTileProducer(
@@ -276,8 +276,8 @@ class KeyPassArguments:
     dQ_sum: Any
     dK: Any
     dV: Any
-    dK_parts: Any
-    dV_parts: Any
+    dK_partials: Any
+    dV_partials: Any
     Tickets: Any
     Turns: Any
     dQ: Any
@@ -317,8 +317,8 @@ class KeyPassArguments:
             dQ_sum=dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
             dK=rows_argument(problem, "dk", *of_keys, cols_dk),
             dV=rows_argument(problem, "dv", *of_keys, cols_dv),
-            dK_parts=FragmentBlocks.argument(dk_blocks, problem.head_dim),
-            dV_parts=FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
+            dK_partials=FragmentBlocks.argument(dk_blocks, problem.head_dim),
+            dV_partials=FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
             Tickets=T.Tensor([2], "int32") if config.is_dynamic else False,
             Turns=T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
             dQ=rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,

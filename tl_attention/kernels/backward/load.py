@@ -204,7 +204,7 @@ class KeyTileProducer:
                 stream.draw_ticket()
                 stream.next_number()
             elif self.config.is_split:
-                dq.rounding.count_empty(tile)  # a part without queries
+                dq.rounding.count_empty(tile)  # a share without queries
                 stream.draw_ticket()
                 stream.next_number()
             elif tile.by_sequence:

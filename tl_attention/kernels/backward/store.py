@@ -34,8 +34,8 @@ def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
 
 
 def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
-    """True if the CTA has a part of the tile's gradients."""
-    return tiles.shared_number(tile) >= 0 if config.is_split else counts.parts > 1
+    """True if the CTA has partial gradients of the tile."""
+    return tiles.shared_number(tile) >= 0 if config.is_split else counts.sharers > 1
 
 
 @T.macro
@@ -51,7 +51,7 @@ def store_gradients(
 ):
     """Scale dK and dV, and store them through shared tiles, in fp32 from registers.
 
-    They are stored as parts if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
+    They are stored as partials if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
@@ -70,15 +70,15 @@ def store_gradients(
         for n in indices(dv_chunks):
             dropout.scale_kept(dv_chunks[n])
     if problem.is_fp32 and not problem.has("varlen"):
-        if counts.parts == 1:
+        if counts.sharers == 1:
             if makes_dk:
                 store_columns(tiles.dK, tile, key, dk_chunks)
             if makes_dv:
                 store_columns(tiles.dV, tile, key, dv_chunks)
         else:
-            store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
+            store_partials(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     elif problem.is_fp32 or problem.has("partial") or is_shared(config, counts, tile, tiles):
-        store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
+        store_partials(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     else:
         if config.has_dv_tile(problem):  # gradients of the previous tile have been stored
             wait_for_stores()
@@ -96,9 +96,9 @@ def store_gradients(
 
 
 @T.macro
-def store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
-    """Store fp32 parts, which sum.py adds."""
+def store_partials(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
+    """Store fp32 partials, which sum.py adds."""
     if makes_dk:
-        tiles.dK_parts.store(dk_chunks, tiles.dk_row_block(tiles.dK_parts, tile, key))
+        tiles.dK_partials.store(dk_chunks, tiles.dk_row_block(tiles.dK_partials, tile, key))
     if makes_dv:
-        tiles.dV_parts.store(dv_chunks, tiles.dk_row_block(tiles.dV_parts, tile, key))
+        tiles.dV_partials.store(dv_chunks, tiles.dk_row_block(tiles.dV_partials, tile, key))

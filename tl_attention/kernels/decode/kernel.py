@@ -5,7 +5,7 @@ tile (packed GQA). Persistent CTAs share the key blocks of all sequences and key
 over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA,
 with or without pages; each consumer warpgroup computes 64 rows by online softmax.
 
-If several CTAs share an item, each writes a part, O and lse in fp32, and combine.py merges the parts. Merging in the last CTA
+If several CTAs share an item, each writes a partial, O and lse in fp32, and combine.py merges the partials. Merging in the last CTA
 that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
 """
 
@@ -110,7 +110,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         O_parts: float32 [slots, warpgroups, rows, columns]. Slots: CTAs + items, or with split_rule != 0 all splits.
         Lse_parts: float32 [slots, warpgroups, rows], base 2.
         Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for combine.py. One entry per CTA, for the
-            item whose part 0 it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
+            item whose first partial it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
         heads_per_kv, m_blocks: query heads per key head, query tiles per key head.
         split_rule: see work.py.
         left, .., Sink: attn_problem.DECODE_ARGUMENTS. The window is always on.
@@ -298,7 +298,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     def add_sink(me, lse, sink_lse, sinks):
         """Add the sink to the row sum: lse = log2(2^lse + 2^sink), and scale O accordingly.
 
-        OnlineSoftmax.finish(sink=) is not used: it takes one sink per tile, and a part must not contain the sink.
+        OnlineSoftmax.finish(sink=) is not used: it takes one sink per tile, and a partial must not contain the sink.
         """
         for i in T.Parallel(64):
             sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
@@ -334,8 +334,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 arguments.O[segment.b[0], query, head, column] = me.acc_o[i, j]
 
     @T.macro
-    def store_part(me, lse, arguments):
-        """Write a part, for combine.py."""
+    def store_partial(me, lse, arguments):
+        """Write a partial, for combine.py."""
         segment = me.segment
         slot = T.alloc_var("int32", init=segment.field("first_slot") + segment.field("part"))
         for i in T.Parallel(64):
@@ -388,7 +388,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     add_sink(me, lse, sink_lse, rows.sinks)
                 store_result(me, lse, rows, arguments)
             else:
-                store_part(me, lse, arguments)
+                store_partial(me, lse, arguments)
             if w == 0:
                 if (segment.field("entry") >= 0) & (T.get_thread_binding() == 0):
                     for number, name in enumerate(MERGE_FIELDS):

@@ -81,7 +81,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         traced_arguments.TracedArguments: of a program.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
-        varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
+        varlen: see tiles.PackedSplitTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v

@@ -19,11 +19,11 @@ from tl_attention.kernels.seams.pipeline import (
 from tl_attention.kernels.seams.row_stores import store_vector
 from tl_attention.kernels.seams.softmax import LOWEST, rows_layout
 from tl_attention.kernels.sources.tiles import (
-    DensePartTiles,
+    DenseSplitTiles,
     DenseTiles,
-    PackedPartTiles,
+    PackedSplitTiles,
     PackedTiles,
-    PagedPartTiles,
+    PagedSplitTiles,
     PagedTiles,
     result_argument,
     strided,
@@ -80,7 +80,7 @@ def results_of(
     """Results of a problem; see kernel.flash_fwd for the layouts."""
     paged, varlen = config.page_rows > 0, problem.has("varlen")
     if config.split:
-        Tiles = PagedPartTiles if paged else PackedPartTiles if varlen else DensePartTiles
+        Tiles = PagedSplitTiles if paged else PackedSplitTiles if varlen else DenseSplitTiles
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, problem.head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")

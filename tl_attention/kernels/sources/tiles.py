@@ -259,7 +259,7 @@ class PackedTiles(DenseTiles):
 
 
 @dataclass(frozen=True)
-class DensePartTiles(DenseTiles):
+class DenseSplitTiles(DenseTiles):
     """DenseTiles of a split: O [splits, batch, heads, seqlen_q, head_dim_v] and Lse [splits, batch, heads, seqlen_q], fp32."""
 
     def lse_place(self, tile: Any, row: Any) -> tuple:
@@ -272,7 +272,7 @@ class DensePartTiles(DenseTiles):
 
 
 @dataclass(frozen=True)
-class PackedPartTiles(PackedTiles):
+class PackedSplitTiles(PackedTiles):
     """PackedTiles of a split: O [splits, 1, heads, total_q, head_dim_v] and Lse [splits, 1, heads, total_q], fp32.
 
     Rows of no tile are not written: tile_table.py clears those behind the last sequence.
@@ -308,8 +308,8 @@ class PagedTiles(PagedKeys):
 
 
 @dataclass(frozen=True)
-class PagedPartTiles(PagedKeys, PackedPartTiles):
-    """PackedPartTiles whose keys are in pages."""
+class PagedSplitTiles(PagedKeys, PackedSplitTiles):
+    """PackedSplitTiles whose keys are in pages."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class SharedTiles:
 class DenseGradTiles:
     """Tiles of a backward pass, as in DenseTiles; methods for rows of queries take the query head as an argument.
 
-    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dK_parts, dV_parts: FragmentBlocks.
+    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dK_partials, dV_partials: FragmentBlocks.
     """
 
     Q: Any
@@ -359,8 +359,8 @@ class DenseGradTiles:
     dQ: Any = None
     dK: Any = None
     dV: Any = None
-    dK_parts: Any = None
-    dV_parts: Any = None
+    dK_partials: Any = None
+    dV_partials: Any = None
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.Q[tile.batch, start : start + rows, head, 0 : self.terms * self.head_dim]
@@ -421,19 +421,19 @@ class DenseGradTiles:
         """Row block in the sums of dQ."""
         return sums.row_block(tile.batch * self.Q.shape[2] + head, start)
 
-    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        """Row block in dK_parts or dV_parts."""
+    def dk_row_block(self, partials: FragmentBlocks, tile: Any, start: Any) -> Any:
+        """Row block in dK_partials or dV_partials."""
         batch, _, heads_kv, _ = self.K.shape
-        return parts.row_block((tile.part * batch + tile.batch) * heads_kv + tile.kv_head, start)
+        return partials.row_block((tile.sharer * batch + tile.batch) * heads_kv + tile.kv_head, start)
 
 
 @dataclass(frozen=True)
 class SplitGradTiles(DenseGradTiles):
     """Tiles of a backward pass in which several CTAs share some key tiles.
 
-    dK_parts and dV_parts: matrices [shared tiles, parts] of the keys of a tile. Shared tiles are in the order of the heads of all batch
-    entries, those of a head from its last keys to its first. So are the numbers of a SplitOrder without head groups. With them, under a
-    causal mask, all tiles are shared or none: launch.bwd_passes.pass_parts.
+    dK_partials and dV_partials: matrices [shared tiles, sharers] of the keys of a tile. Shared tiles are in the order of the heads of all
+    batch entries, those of a head from its last keys to its first. So are the numbers of a SplitOrder without head groups. With them,
+    under a causal mask, all tiles are shared or none: launch.bwd_passes.pass_sharers.
 
     Args:
         counts: key_tiles.KeyTileCounts.
@@ -448,16 +448,16 @@ class SplitGradTiles(DenseGradTiles):
         head, blocks = tile.batch * self.K.shape[2] + tile.kv_head, self.counts.n_blocks
         return (head + 1) * blocks - 1 - tile.first_key // self.block_N - self.counts.whole
 
-    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        matrix = self.shared_number(tile) * self.counts.parts + tile.part
-        return parts.row_block(matrix, start - tile.first_key)
+    def dk_row_block(self, partials: FragmentBlocks, tile: Any, start: Any) -> Any:
+        matrix = self.shared_number(tile) * self.counts.sharers + tile.sharer
+        return partials.row_block(matrix, start - tile.first_key)
 
 
 @dataclass(frozen=True)
 class PackedGradTiles(DenseGradTiles):
     """Tiles of a backward pass over packed sequences: Q, K, V, dO, dQ, dK, dV in the view of packed().
 
-    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, in sums of dQ, dK_parts and dV_parts a sequence starts at its padded_q or
+    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, in sums of dQ, dK_partials and dV_partials a sequence starts at its padded_q or
     padded_k.
     """
 
@@ -490,5 +490,5 @@ class PackedGradTiles(DenseGradTiles):
     def dq_row_block(self, sums: FragmentBlocks, tile: Any, head: Any, start: Any) -> Any:
         return sums.packed_row_block(tile, head, start)
 
-    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        return parts.row_block(tile.part * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)
+    def dk_row_block(self, partials: FragmentBlocks, tile: Any, start: Any) -> Any:
+        return partials.row_block(tile.sharer * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)

@@ -30,7 +30,7 @@ from tl_attention.kernels.backward.dq_sinks.sink import alloc_dq_sink, rounding_
 from tl_attention.kernels.backward.load import KeyTileProducer
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.backward.product_orders import step_body_of
-from tl_attention.kernels.backward.shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
+from tl_attention.kernels.backward.smem import alloc_dv, alloc_key_rings, alloc_smem_tiles
 from tl_attention.kernels.backward.step import Elements, KeyStep, Launch
 from tl_attention.kernels.backward.store import store_gradients
 from tl_attention.kernels.cuda import source
@@ -111,9 +111,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         number: of the tile, if it is the CTA's only one. turn: number of the tile in its CTA. first_step: its first step, as steps are
             counted through all tiles of a CTA.
         """
-        shared, softmax_scale = launch.shared, launch.softmax_scale
+        smem, softmax_scale = launch.smem, launch.softmax_scale
         key = tile.first_key + 64 * w
-        scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
+        scores = key_pass.scores(launch.options, softmax_scale, smem.staged)
         dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
         relative = key_pass.shares_dS and (varlen or config.dq_apart)
         mask = key_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
@@ -130,11 +130,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         begin = first_step  # of this warpgroup: the first queries may not see the last 64 keys
         if w > 0 and key_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
-            key_tiles.skip_steps(shared.Q, shared.dO, first_step, skipped, block_M)
+            key_tiles.skip_steps(smem.Q, smem.dO, first_step, skipped, block_M)
             blocks.skip(skipped)
             begin = first_step + skipped
         if not scores_first:  # S' of the first step; a step issues that of the next one
-            shared.Q.wait(begin)
+            smem.Q.wait(begin)
             step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
@@ -147,8 +147,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         step.finish(first_step + blocks.steps - 1)
         # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
-            shared.tile_box.read_tile(turn, tile)
-            shared.tile_box.release(turn)
+            smem.tile_box.read_tile(turn, tile)
+            smem.tile_box.release(turn)
         else:
             tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
         key = tile.first_key + 64 * w
@@ -156,24 +156,24 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if dynamic and not key_pass.frees_V_early:
             # dV leaves through the tile of V. The wait costs nothing, as the next keys arrive later
             wait_for_stores()
-            shared.V.release(step.key_step)
+            smem.V.release(step.key_step)
 
     @T.macro
     def consume(w, number, tile_order, launch):
-        shared = launch.shared
+        smem = launch.smem
         tile = key_tiles.KeyTile(tile_order, block_N, split=config.is_split)
         blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
-            fill_bias_columns(w, shared.bias_columns, consumers)
+            fill_bias_columns(w, smem.bias_columns, consumers)
             call = tile, blocks, launch
-            shared.tile_box.each_posted(
+            smem.tile_box.each_posted(
                 tile, blocks, lambda turn, first_step: differentiate(w, number, turn, first_step, *call)
             )
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:
             tile.start(number, launch.counts, blocks)
-            fill_bias_columns(w, shared.bias_columns, consumers)
+            fill_bias_columns(w, smem.bias_columns, consumers)
             if tile.exists:
                 differentiate(w, number, 0, 0, tile, blocks, launch)
 
@@ -222,7 +222,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 problem, config, dq_tensors, counts, heads_kv, sum_slots, args.rounded_q, table
             )
             alloc_dq = functools.partial(alloc_dq_sink, problem, config, rounding, Turns, softmax_scale)
-            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
+            smem = alloc_smem_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
             order_heads = heads_kv * key_tiles.order_sharers(config, counts)
             all_heads = order_heads if varlen else order_heads * batch  # the table has all sequences
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
@@ -242,9 +242,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dK_partials=FragmentBlocks(dK_parts, key_tiles.partial_blocks(config, counts)),
                 dV_partials=FragmentBlocks(dV_parts, key_tiles.partial_blocks(config, counts)),
             )
-            launch = Launch(counts, tiles, shared, options, softmax_scale, heads)
+            launch = Launch(counts, tiles, smem, options, softmax_scale, heads)
             producer = KeyTileProducer(
-                problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
+                problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, smem, options, Tickets
             )
             roles.run(
                 lambda: producer.produce(number),
@@ -374,11 +374,11 @@ def further_warps(producer: KeyTileProducer, number: Any) -> dict[str, Any]:
     """Arguments of Roles.run() for the warps beside the producer."""
     if producer.config.makes_terms:
         ctas = producer.counts.ctas
-        make = functools.partial(producer.shared.inputs.make_share, number, ctas)
+        make = functools.partial(producer.smem.inputs.make_share, number, ctas)
         if not producer.dynamic:
             return {"assist": make, "assist_warps": MAKERS}
         return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
-    dq = producer.shared.dq
+    dq = producer.smem.dq
     return {
         "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
         "more": dq.further_warps(producer),

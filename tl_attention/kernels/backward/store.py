@@ -16,18 +16,18 @@ from tl_attention.kernels.seams.softmax import indices
 from tl_attention.problem.attn_problem import AttnProblem
 
 
-def dk_tile(config: BwdPass, w: int, shared: Any) -> Any:
+def dk_tile(config: BwdPass, w: int, smem: Any) -> Any:
     """Shared tile through which dK is stored: that of K, or a separate one if the next keys are loaded meanwhile."""
-    return shared.dK[w] if config.is_dynamic else shared.K.tiles[w, :, :]
+    return smem.dK[w] if config.is_dynamic else smem.K.tiles[w, :, :]
 
 
-def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
+def dv_tile(problem: AttnProblem, config: BwdPass, w: int, smem: Any) -> Any:
     """Shared tile through which dV is stored."""
-    return shared.dV[w] if config.has_dv_tile(problem) else shared.dV[w, :, :]
+    return smem.dV[w] if config.has_dv_tile(problem) else smem.dV[w, :, :]
 
 
 def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
-    """Store a shared tile by TMA; with the schedule grid also wait until TMA has read it."""
+    """Store an smem tile by TMA; with the schedule grid also wait until TMA has read it."""
     if not config.is_dynamic:
         return T.copy(tile, place)
     return T.tma_copy(tile, place, eviction_policy=key_policy(problem, config))
@@ -49,7 +49,7 @@ def store_gradients(
     dk_chunks,
     dv_chunks,
 ):
-    """Scale dK and dV, and store them through shared tiles, in fp32 from registers.
+    """Scale dK and dV, and store them through smem tiles, in fp32 from registers.
 
     They are stored as partials if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
 
@@ -61,7 +61,7 @@ def store_gradients(
         key_pass.makes_dk,
         key_pass.makes_dv,
     )
-    counts, tiles, shared = launch.counts, launch.tiles, launch.shared
+    counts, tiles, smem = launch.counts, launch.tiles, launch.smem
     # TileLang 0.1.15 names the kernel argument after the variable that was bound to it last
     softmax_scale = launch.softmax_scale
     if makes_dk:
@@ -84,15 +84,15 @@ def store_gradients(
             wait_for_stores()
             sync_warpgroup(w)
         if makes_dk:
-            T.copy(dk_chunks[0], dk_tile(config, w, shared))
+            T.copy(dk_chunks[0], dk_tile(config, w, smem))
         if makes_dv:
-            T.copy(dv_chunks[0], dv_tile(problem, config, w, shared))
+            T.copy(dv_chunks[0], dv_tile(problem, config, w, smem))
         T.fence_proxy_async()
         sync_warpgroup(w)
         if makes_dk:
-            send(problem, config, dk_tile(config, w, shared), tiles.dk(tile, key, 64))
+            send(problem, config, dk_tile(config, w, smem), tiles.dk(tile, key, 64))
         if makes_dv:
-            send(problem, config, dv_tile(problem, config, w, shared), tiles.dv(tile, key, 64))
+            send(problem, config, dv_tile(problem, config, w, smem), tiles.dv(tile, key, 64))
 
 
 @T.macro

@@ -1,4 +1,4 @@
-"""Synchronization of roles: rings of shared tiles between producer and consumers, turns at the tensor cores, named barriers."""
+"""Synchronization of roles: rings of smem tiles between producer and consumers, turns at the tensor cores, named barriers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def alloc_fragments(shapes: list[list[int]], dtype: str):
 
 @T.meta_class
 class TileRing:
-    """Ring of shared tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
+    """Ring of smem tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
 
     Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase to wait for at the slot's barrier.
     A wait for a parity also passes before the phase of two times ago has ended. So whoever waits for a phase has to know that the phase
@@ -226,7 +226,7 @@ class WrittenTiles:
 
 @T.meta_class
 class Exchange(WrittenTiles):
-    """One shared tile per warpgroup, which the warpgroup writes and all read, once per step."""
+    """One smem tile per warpgroup, which the warpgroup writes and all read, once per step."""
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
         self.tiles = alloc_each(warpgroups, shape, dtype, name)
@@ -375,7 +375,7 @@ def wait_for_stores(read=True):
 
 @T.macro
 def share(w, fragments, tiles):
-    """Copy operands of a warpgroup to its shared tiles, once per step."""
+    """Copy operands of a warpgroup to its smem tiles, once per step."""
     sync_warpgroup(w)  # all warps have the product of the previous step
     for n in tuple(range(len(tiles))):
         T.copy(fragments[n], tiles[n])

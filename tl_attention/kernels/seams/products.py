@@ -190,7 +190,7 @@ def transposed_jobs(width: int, ring: Any, w: int, right: tuple, add_columns: An
     Args:
         width: columns of dQ.
         ring: TileRing of K.
-        right: shared tiles [keys, queries] of the terms of dS'.
+        right: smem tiles [keys, queries] of the terms of dS'.
         add_columns: function of (dQ' [CHUNK, queries], first column).
     """
     return tuple(

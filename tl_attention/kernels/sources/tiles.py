@@ -313,7 +313,7 @@ class PagedSplitTiles(PagedKeys, PackedSplitTiles):
 
 
 @dataclass(frozen=True)
-class SharedTiles:
+class SmemTiles:
     """Shared memory through which the roles of a CTA communicate; None for what a kernel does not have.
 
     Q, K, V, dO are TileRings; dS is an Exchange. O, P, dV are tiles [warpgroups, 64, columns], or one per warpgroup.

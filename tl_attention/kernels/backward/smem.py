@@ -20,7 +20,7 @@ from tl_attention.kernels.seams.pipeline import (
     alloc_terms,
     input_ring,
 )
-from tl_attention.kernels.sources.tiles import SharedTiles
+from tl_attention.kernels.sources.tiles import SmemTiles
 from tl_attention.problem.attn_problem import AttnProblem
 
 
@@ -63,7 +63,7 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
     return alloc_exchange(config.order != "", *shape, "dS", readers)
 
 
-def alloc_shared_tiles(
+def alloc_smem_tiles(
     problem: AttnProblem,
     config: BwdPass,
     K: TileRing,
@@ -71,8 +71,8 @@ def alloc_shared_tiles(
     dV: Any,
     inputs: Any,
     alloc_dq: Callable[[], DqSink],
-) -> SharedTiles:
-    """Allocate the remaining SharedTiles of a CTA. alloc_dq: makes the way of dQ, with its shared memory."""
+) -> SmemTiles:
+    """Allocate the remaining SmemTiles of a CTA. alloc_dq: makes the way of dQ, with its shared memory."""
     dtype_of, terms, warpgroups, block_M = problem.dtype_of, problem.terms, config.warpgroups, config.block_M
     dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
@@ -90,7 +90,7 @@ def alloc_shared_tiles(
         if KeyPass(problem, config).stages_P
         else None
     )
-    return SharedTiles(
+    return SmemTiles(
         Q=Q,
         dO=dO,
         K=K,

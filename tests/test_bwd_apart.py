@@ -74,7 +74,7 @@ def test_warps_that_keep_the_order_have_registers():
         "2,3,3,1000,1000,128,128,full",
         "1,6,2,900,1031,128,128,causal",
         "1,6,2,1031,900,128,120,full",
-        "3,4,4,77,333,104,128,causal",  # fewer steps than parts
+        "3,4,4,77,333,104,128,causal",  # fewer steps than sharers
         "1,1,1,1,1,128,128,full",
         "2,8,2,2048,2048,128,128,causal",  # CTAs compute several tiles
         "12,12,12,1024,1024,128,128,full",

@@ -76,8 +76,8 @@ def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, i
     """(unit, count) of each tile in the order in which CTAs draw them: key_tiles.SplitOrder and scheduler.Tile in Python."""
     n_blocks, group, _ = buffers.counts
     tiles = units * n_blocks
-    numbers = [(n, buffers.parts) for n in range(buffers.whole)]
-    numbers += [(n, 1) for n in range(buffers.whole, tiles) for _ in range(buffers.parts)]
+    numbers = [(n, buffers.sharers) for n in range(buffers.whole)]
+    numbers += [(n, 1) for n in range(buffers.whole, tiles) for _ in range(buffers.sharers)]
 
     def unit(number: int) -> int:
         if not causal:
@@ -122,7 +122,7 @@ def test_nothing_waits_forever_and_no_memory_has_two_heads(
         queries,
     )
     buffers, units, rng = KeyBuffers(one, problem, sizes), batch * heads_kv, random.Random(seed)
-    wanted, slots = buffers.counts[0] * buffers.parts, buffers.slots
+    wanted, slots = buffers.counts[0] * buffers.sharers, buffers.slots
     draws = iter(draws_of(buffers, units, causal))
     tiles = {cta: next(draws, None) for cta in range(running)}
     added, rounded = [0] * units, 0
@@ -166,7 +166,7 @@ def after_forward(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         "2,3,3,1000,1000,128,128,full",
         "1,6,2,900,1031,128,128,causal",
         "1,6,2,1031,900,128,120,full",
-        "3,4,4,77,333,104,128,causal",  # parts without queries
+        "3,4,4,77,333,104,128,causal",  # shares without queries
         "1,1,1,1,1,128,128,full",
         "33,16,16,511,511,128,128,causal",  # sums take the memory of earlier ones
         "16,16,16,1030,1030,128,128,full",

@@ -19,11 +19,11 @@ from tl_attention.config.kernel_configs import (
     BwdPass,
     BwdSum,
     Config,
-    FirstPartsConfig,
+    FirstTermsConfig,
     FwdCombine,
     FwdConfig,
-    PartsConfig,
-    parts_kernels,
+    TermsConfig,
+    terms_kernels,
 )
 from tl_attention.config.register_levels import REGISTER_LEVEL, register_level
 from tl_attention.problem.attn_problem import (
@@ -733,7 +733,7 @@ def test_shipped_kernels_are_those_of_the_shipped_configs_once():
     assert len(shipped) == len(set(shipped))
     for problem, _, config in catalog.shipped_configs():
         assert set(config.kernels(problem)) <= set(shipped)
-    of_forward = {FwdConfig, FwdCombine, PartsConfig, FirstPartsConfig}
+    of_forward = {FwdConfig, FwdCombine, TermsConfig, FirstTermsConfig}
     assert {type(config) for _, config in shipped} == {*of_forward, BwdPass, BwdDelta, BwdSum}
     assert {type(config) for _, config in catalog.shipped_kernels(["fwd"])} == of_forward
 
@@ -746,7 +746,7 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
             assert configs.pick_config(problem, bucket, "No Such GPU")[0].split == (bucket == SPLIT_BUCKET)
         split = configs.default_config(problem, bucket=SPLIT_BUCKET)
         combine = (problem.plain.helper_problem(problem.head_dim_v), FwdCombine())
-        assert split.kernels(problem) == [(problem, split), combine, *parts_kernels(problem)]
+        assert split.kernels(problem) == [(problem, split), combine, *terms_kernels(problem)]
         packed = replace(problem, options=("varlen",))
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split

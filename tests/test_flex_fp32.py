@@ -122,8 +122,8 @@ def test_flex_fp32_precision_is_checked(mask_mod):
         flex_attention(*half, enable_gqa=True, mask_mod=mask_mod, precision="high")
 
 
-@pytest.mark.parametrize(("precision", "parts"), [("highest", 3), ("high", 2)])
-def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
+@pytest.mark.parametrize(("precision", "terms"), [("highest", 3), ("high", 2)])
+def test_flex_fp32_terms_reach_the_launch(precision, terms, monkeypatch):
     """The forward and the backward have the precision of the forward."""
     seen = []
     q, k, v = (x.detach().requires_grad_() for x in inputs("cpu", torch.float32, 8, 8, 16))
@@ -142,10 +142,10 @@ def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
     monkeypatch.setattr(flex.launch, "backward", backward)
     score_mod, _, learned = cases(Captured("cpu"))["temperature"]
     call = trace(score_mod, None, True)
-    out, _ = flex._differentiable(call, (1.0, False, False, True, False), parts, None, q, k, v, *call.tensors)
+    out, _ = flex._differentiable(call, (1.0, False, False, True, False), terms, None, q, k, v, *call.tensors)
     torch.set_float32_matmul_precision("medium")
     out.sum().backward()
-    assert seen == [parts, parts] and learned[0].grad is not None
+    assert seen == [terms, terms] and learned[0].grad is not None
 
 
 def formula(q, k, v, call, arguments):

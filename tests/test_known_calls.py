@@ -39,7 +39,7 @@ def kernels(monkeypatch):
     launched: list[tuple] = []
     zeros = torch.zeros(2, dtype=torch.int32)
     modules = launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common, launch.decode
-    for module in (*modules, launch.parts):
+    for module in (*modules, launch.terms):
         for name, fake in (
             ("empty", EMPTY),
             ("sm_count", lambda device: 132),

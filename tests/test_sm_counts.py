@@ -1,4 +1,4 @@
-"""Heuristics of splits, parts and head groups on Hopper GPUs with other SM counts."""
+"""Heuristics of splits, sharers and head groups on Hopper GPUs with other SM counts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tl_attention.launch.bwd_passes import (
     BwdSizes,
     KeyBuffers,
     causal_tiles,
-    key_parts,
-    pass_parts,
+    key_sharers,
+    pass_sharers,
 )
 from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import key_splits
@@ -96,13 +96,16 @@ def test_more_sms_never_take_longer():
 @pytest.mark.parametrize("sms", SM_COUNTS)
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 8, 48])
 @pytest.mark.parametrize("triangular", [False, True])
-def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, triangular):
+def test_key_sharers_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, triangular):
     for tiles in (1, 2, 7, 32, 100, 512, 4096):
         for queries in (1, 100, 1024, 8192, 131072):
-            parts, per_part = key_parts(tiles, heads_per_kv, queries, triangular, costs_of(sms=sms))
-            assert 1 <= parts <= heads_per_kv and (parts - 1) * per_part < heads_per_kv <= parts * per_part
-            assert parts == 1 or tiles < 16 * sms
-            assert parts == heads_per_kv or queries < 1024 or 2 * tiles * parts >= sms
+            sharers, per_sharer = key_sharers(tiles, heads_per_kv, queries, triangular, costs_of(sms=sms))
+            assert (
+                1 <= sharers <= heads_per_kv
+                and (sharers - 1) * per_sharer < heads_per_kv <= sharers * per_sharer
+            )
+            assert sharers == 1 or tiles < 16 * sms
+            assert sharers == heads_per_kv or queries < 1024 or 2 * tiles * sharers >= sms
 
 
 @pytest.mark.parametrize("seqlen_k", [300, 700, 1023, 9000, 65536])
@@ -129,28 +132,28 @@ def test_work_under_a_causal_mask_follows_from_both_lengths(seqlen_k):
     ],
 )
 @pytest.mark.parametrize(("heads_kv", "heads_per_kv"), [(8, 8), (8, 4), (32, 8), (4, 7), (1, 8), (2, 16)])
-def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, heads_per_kv):
+def test_key_sharers_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, heads_per_kv):
     """Against a simulation of the tiles, the longest first."""
     counts = [min(seqlen_q, seqlen_k - first) for first in range(0, seqlen_k, 128)]  # queries per key block
     tiles = heads_kv * len(counts)
 
-    def simulated(per_part: int) -> float:
-        heads = [min(per_part, heads_per_kv - first) for first in range(0, heads_per_kv, per_part)]
+    def simulated(per_sharer: int) -> float:
+        heads = [min(per_sharer, heads_per_kv - first) for first in range(0, heads_per_kv, per_sharer)]
         taken = [n * count + COSTS.backward.tile for count in counts for n in heads for _ in range(heads_kv)]
         sums = len(heads) * COSTS.backward.partial * tiles / 132 if len(heads) > 1 else 0
         return end_of_last(taken, 132) + sums
 
     sizes = BwdSizes(1, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 256, 2, COSTS, 0, seqlen_q)
-    _, chosen = key_parts(
+    _, chosen = key_sharers(
         tiles, heads_per_kv, *causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k), COSTS
     )
     assert simulated(chosen) <= 1.2 * min(simulated(n) for n in range(1, heads_per_kv + 1))
 
 
 @pytest.mark.parametrize(
-    ("heads", "heads_kv", "keys", "causal", "parts"),
+    ("heads", "heads_kv", "keys", "causal", "sharers"),
     [
-        (2, 2, 8192, True, 2),  # 0.67 of the time in one part (H200, d128)
+        (2, 2, 8192, True, 2),  # 0.67 of the time by one CTA (H200, d128)
         (4, 4, 3000, True, 2),  # 0.78
         (1, 1, 20000, True, 3),  # 0.74
         (8, 1, 1500, True, 16),  # 0.92 of that by heads
@@ -163,15 +166,15 @@ def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, hea
         (32, 8, 32768, True, 1),  # 1.01 in two
     ],
 )
-def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, parts):
+def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, sharers):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
     tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
-    whole = tiles if parts == 1 else 0
-    assert pass_parts(split, tiles, per_kv, keys, causal, COSTS, row_bytes=1024) == (parts, per_kv, whole)
+    whole = tiles if sharers == 1 else 0
+    assert pass_sharers(split, tiles, per_kv, keys, causal, COSTS, row_bytes=1024) == (sharers, per_kv, whole)
 
 
 @pytest.mark.parametrize(
-    ("grads", "row_bytes", "batch", "heads", "heads_kv", "keys", "parts"),
+    ("grads", "row_bytes", "batch", "heads", "heads_kv", "keys", "sharers"),
     [
         ("dk", 1024, 1, 32, 2, 32768, 8),  # d256: 0.96 of the time in three
         ("dk", 1024, 1, 32, 2, 16384, 4),  # 0.99 of that in eight
@@ -187,14 +190,14 @@ def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_k
         ("dq+dk+dv", 512, 1, 64, 8, 32768, 1),  # as fast as in two or four
     ],
 )
-def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads, heads_kv, keys, parts):
+def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads, heads_kv, keys, sharers):
     one = BwdPass(grads, 64, 128, schedule="split" if grads == "dq+dk+dv" else "grid")
     tiles = batch * heads_kv * -(-keys // 128)
-    assert pass_parts(one, tiles, heads // heads_kv, keys, 1, COSTS, row_bytes)[0] == parts
+    assert pass_sharers(one, tiles, heads // heads_kv, keys, 1, COSTS, row_bytes)[0] == sharers
 
 
 @pytest.mark.parametrize(
-    ("tiles", "queries", "parts", "whole"),
+    ("tiles", "queries", "sharers", "whole"),
     [
         (2048, 16384, 5, 1980),  # 0.98 in 7 of the time of whole tiles (H200, d128)
         (2048, 4096, 3, 1980),  # 0.99
@@ -206,17 +209,17 @@ def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads,
         (64, 1024, 1, 64),  # 1.04 in two
     ],
 )
-def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, parts, whole):
+def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, sharers, whole):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
-    assert pass_parts(split, tiles, 1, queries, False, COSTS) == (parts, 1, whole)
-    drawn = whole + (tiles - whole) * parts
-    assert parts == 1 or -(-drawn // 132) * 132 - drawn < 132
+    assert pass_sharers(split, tiles, 1, queries, False, COSTS) == (sharers, 1, whole)
+    drawn = whole + (tiles - whole) * sharers
+    assert sharers == 1 or -(-drawn // 132) * 132 - drawn < 132
 
 
-@pytest.mark.parametrize(("tiles", "parts", "whole"), [(280, 1, 280), (132, 1, 132), (40, 3, 0)])
-def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, parts, whole):
+@pytest.mark.parametrize(("tiles", "sharers", "whole"), [(280, 1, 280), (132, 1, 132), (40, 3, 0)])
+def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, sharers, whole):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="apart", reuse_registers=True)
-    assert pass_parts(split, tiles, 1, 6001, False, COSTS, shares_last=False) == (parts, 1, whole)
+    assert pass_sharers(split, tiles, 1, 6001, False, COSTS, shares_last=False) == (sharers, 1, whole)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, 
     problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
     buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
     (rows, *_), *_ = buffers.empty[1]
-    assert buffers.whole == 0 and rows == buffers.parts * heads * -(-keys // 128) * 8
+    assert buffers.whole == 0 and rows == buffers.sharers * heads * -(-keys // 128) * 8
 
 
 def group_of(heads: int, heads_sharing: int, shared_bytes: int, blocks: int) -> int:

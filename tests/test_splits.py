@@ -160,10 +160,10 @@ def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
     plan = launch.fwd.FwdPlan(q, k, v, out, True, False, options=options)
     plan.launch(q, k, v, out, lse, 0.1, False, options)
 
-    (_, _), (_, forward), (_, (o_parts, lse_parts, merged, merged_lse, unit)) = calls
+    (_, _), (_, forward), (_, (o_partials, lse_partials, merged, merged_lse, unit)) = calls
     assert [name for name, _ in calls] == ["table", "forward", "combine"]
-    assert o_parts.shape == (3, 1, 4, 200, 128) and lse_parts.shape == (3, 1, 4, 200)
-    assert forward[3] is o_parts and forward[4] is lse_parts
+    assert o_partials.shape == (3, 1, 4, 200, 128) and lse_partials.shape == (3, 1, 4, 200)
+    assert forward[3] is o_partials and forward[4] is lse_partials
     heads_per_kv, entries, group_heads, ctas = forward[8:12]
     assert (heads_per_kv, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
     assert merged.shape == (1, 200, 4, 128) and merged.data_ptr() == out.data_ptr()

@@ -52,7 +52,7 @@ from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.attn_problem import Precision
-from tl_attention.problem.options import MAX_SCALE, options_of_parts, saveable
+from tl_attention.problem.options import MAX_SCALE, options_of_terms, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
@@ -199,10 +199,10 @@ def attend_functions(
     if prepared.recognized is not None:
         options = prepared.recognized.of(call, batch, heads, q.device)
         return _with_options(request._replace(k=k, v=v) if prepared.expands else request, options, results)
-    parts = 0
+    terms = 0
     if precision is not None or q.dtype == torch.float32:
-        parts = check_precision(q, precision)
-        if runs_in_bf16(q, parts):
+        terms = check_precision(q, precision)
+        if runs_in_bf16(q, terms):
             in_half = request._replace(precision=None)
             if results is not None:
                 results = results[0].bfloat16(), results[1]
@@ -215,19 +215,19 @@ def attend_functions(
             call = prepared.by_distance.call(call, sizes, deterministic)
     if functions[2] is not None:
         # PyTorch's formula calls the mask
-        by_bits = not differentiate or has_gradient_kernels(q, v, parts)
+        by_bits = not differentiate or has_gradient_kernels(q, v, terms)
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
     layout = scale_of(q, scale), False, False, heads_first, deterministic
     if differentiate and any([x.requires_grad for x in (q, k, v, *call.tensors)]):
         try:
-            return _differentiable(call, layout, parts, results, q, k, v, *call.tensors)
+            return _differentiable(call, layout, terms, results, q, k, v, *call.tensors)
         except RuntimeError:  # of torch, if it cannot save a tensor of inference mode
             captured = tuple(map(saveable, call.tensors))
             if all(map(operator.is_, captured, call.tensors)):
                 raise
             call = replace(call, tensors=captured)
-            return _differentiable(call, layout, parts, results, q, k, v, *captured)
-    return _forward(call, layout, parts, q, k, v)
+            return _differentiable(call, layout, terms, results, q, k, v, *captured)
+    return _forward(call, layout, terms, q, k, v)
 
 
 def _on_shards(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,17 +291,17 @@ def _reads(function: Callable[..., Any] | None, is_score: bool) -> tuple[frozens
 
 
 def _forward(
-    call: Call, layout: tuple, parts: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: Call, layout: tuple, terms: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by the kernels, on the CPU by the reference.
 
     Args:
         layout: fields of options.Call.
-        parts: as in Options.
+        terms: as in Options.
     """
     scale, _, _, heads_first, deterministic = layout
     if q.is_cuda:
-        others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
+        others = {"options": options_of_terms(terms), "traced": call, "deterministic": deterministic}
         return launch.forward(q, k, v, scale, False, False, heads_first, **others)
     out, lse = flex_reference(*((q, k, v) if heads_first else _transposed(q, k, v)), scale, call)
     out = out.to(q.dtype)
@@ -525,14 +525,14 @@ class _Flex(torch.autograd.Function):
         ctx: Any,
         call: Call,
         layout: tuple[Any, ...],
-        parts: int,
+        terms: int,
         results: tuple[torch.Tensor, torch.Tensor] | None,
         *inputs: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """inputs: q, k, v, captured tensors. layout, parts: as in _forward(). results: as in attend_functions()."""
+        """inputs: q, k, v, captured tensors. layout, terms: as in _forward(). results: as in attend_functions()."""
         q, k, v, *_ = inputs
-        out, lse = _forward(call, layout, parts, q, k, v) if results is None else results
-        ctx.asked = call.program, call.numbers, call.blocks, layout, parts
+        out, lse = _forward(call, layout, terms, q, k, v) if results is None else results
+        ctx.asked = call.program, call.numbers, call.blocks, layout, terms
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
         return out, lse
@@ -540,7 +540,7 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        program, numbers, blocks, layout, parts = ctx.asked
+        program, numbers, blocks, layout, terms = ctx.asked
         scale, _, _, heads_first, deterministic = layout
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
@@ -549,8 +549,8 @@ class _Flex(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
-        if q.is_cuda and has_gradient_kernels(q, v, parts):
-            others = {"options": options_of_parts(parts), "traced": call}
+        if q.is_cuda and has_gradient_kernels(q, v, terms):
+            others = {"options": options_of_terms(terms), "traced": call}
             modes = False, False, heads_first, deterministic, dlse
             found = launch.backward(dout, q, k, v, out, lse, scale, *modes, **others)
         else:

@@ -54,7 +54,7 @@ def sources(template: str) -> tuple[Path, ...]:
                         "problem/program",
                         "problem/target",
                         "config/kernel_configs",
-                        "config/part_configs",
+                        "config/term_configs",
                         "config/query_tiles",
                         "config/register_levels",
                         "config/round_configs",

@@ -43,7 +43,7 @@ class BackwardCosts:
     tile: float
     launch: float
     partial: float
-    most_parts: int
+    most_sharers: int
     tail: float
     drift: float
     near_bytes: int
@@ -96,7 +96,7 @@ class Costs:
     terms: TermCosts
 
     def fewest(self, times: Mapping[int, float]) -> int:
-        """The first number of parts whose time is within `slack` of the shortest. times: by number, the fewest parts first."""
+        """The first number of sharers whose time is within `slack` of the shortest. times: by number, the fewest sharers first."""
         limit = self.slack * min(times.values())
         return next(number for number, time in times.items() if time <= limit)
 

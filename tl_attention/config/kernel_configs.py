@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention.config.part_configs import FirstPartsConfig, PartsConfig, parts_kernels
+from tl_attention.config.term_configs import FirstTermsConfig, TermsConfig, terms_kernels
 from tl_attention.problem.attn_problem import (
     DEFAULT_DTYPE,
     FP32_DTYPES,
@@ -51,13 +51,13 @@ class FwdConfig:
     ping_pong: bool = False  # warpgroups alternate at the tensor cores
     schedule: str = "grid"  # one of SCHEDULES
     q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
-    split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
+    split: bool = False  # several CTAs per tile, each with a split of its keys; FwdCombine merges them
     # Hold each row max after the masked steps; not in fp16. A tile whose row sums overflow is computed again with an updated max
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
     # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
-    part_stages: int = 0
+    term_stages: int = 0
 
     @property
     def warpgroups(self) -> int:
@@ -76,15 +76,15 @@ class FwdConfig:
             words.append(f"kv{self.kv_stages}")
         flags = "ping_pong", "split", "hold_max"
         words += [name.replace("_", "-") for name in flags if getattr(self, name)]
-        if self.part_stages:
-            words.append(f"parts{self.part_stages}")
+        if self.term_stages:
+            words.append(f"terms{self.term_stages}")
         if self.page_rows:
             words.append(f"pages {self.page_rows}")
         return " ".join(words)
 
     @property
-    def makes_parts(self) -> bool:
-        return self.part_stages > 0
+    def makes_terms(self) -> bool:
+        return self.term_stages > 0
 
     def without_hold_max(self) -> FwdConfig:
         """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
@@ -119,7 +119,7 @@ class FwdConfig:
         if self.split:
             # It sees the rows of packed sequences as one batch entry
             found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
-        return found + parts_kernels(problem, self.makes_parts) + table_kernels(problem)
+        return found + terms_kernels(problem, self.makes_terms) + table_kernels(problem)
 
 
 @dataclass(frozen=True)
@@ -206,13 +206,13 @@ class BwdPass:
     schedule: str = "grid"  # one of BWD_SCHEDULES
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
-    part_stages: int = 0  # as in FwdConfig; of the first pass, by keys
+    term_stages: int = 0  # as in FwdConfig; of the first pass, by keys
     one_sum: bool = False  # fp32: one accumulator sums all blocks, not one per block; for few rows, see kernels/seams/products.py
     rounds_dq: bool = False  # warps of the pass round dq, see kernels/backward/dq_sinks/round.py. Only in the order apart, see legality.py
 
     @property
-    def makes_parts(self) -> bool:
-        return self.part_stages > 0
+    def makes_terms(self) -> bool:
+        return self.term_stages > 0
 
     def rounds(self, problem: AttnProblem) -> bool:
         """True if warps of the pass round dq. With `partial` dq is fp32, and a kernel after the pass stores it."""
@@ -250,7 +250,7 @@ class BwdPass:
         words = [f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"]
         words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
         words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
-        words += [f"parts{self.part_stages}"] * self.makes_parts
+        words += [f"terms{self.term_stages}"] * self.makes_terms
         return " ".join(words + ["rounds-dq"] * self.rounds_dq + ["one-sum"] * self.one_sum)
 
     @property
@@ -310,8 +310,8 @@ class BwdConfig:
         return any(bwd_pass.is_split for bwd_pass in self.passes)
 
     @property
-    def makes_parts(self) -> bool:
-        return self.passes[0].makes_parts
+    def makes_terms(self) -> bool:
+        return self.passes[0].makes_terms
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem: the passes and their helpers."""
@@ -321,7 +321,7 @@ class BwdConfig:
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
             *((problem.sum_problem(width), BwdSum()) for width in widths),
             *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
-            *parts_kernels(problem, self.makes_parts),
+            *terms_kernels(problem, self.makes_terms),
             *table_kernels(problem),
             *dict.fromkeys(reduce_kernels(problem).values()),
         ]
@@ -484,8 +484,8 @@ def append_kernel(dtype: str) -> tuple[AttnProblem, AppendConfig]:
 Config = FwdConfig | BwdConfig
 KernelConfig = (
     FwdConfig
-    | PartsConfig
-    | FirstPartsConfig
+    | TermsConfig
+    | FirstTermsConfig
     | FwdCombine
     | JvpConfig
     | BwdPass

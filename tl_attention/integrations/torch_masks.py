@@ -21,7 +21,7 @@ from tl_attention import launch
 from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.integrations import torch_unmasked
-from tl_attention.problem.options import MAX_SCALE, options_of_parts
+from tl_attention.problem.options import MAX_SCALE, options_of_terms
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import is_hopper
 from tl_attention.reference.flex import flex_reference
@@ -291,8 +291,8 @@ def _forward(
     call = _call(_narrow(attn_bias.detach()), False)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        parts, qkv = torch_unmasked.operands(query, key, value)
-        out, lse = launch.forward(*qkv, scale, False, False, options=options_of_parts(parts), traced=call)
+        terms, qkv = torch_unmasked.operands(query, key, value)
+        out, lse = launch.forward(*qkv, scale, False, False, options=options_of_terms(terms), traced=call)
         return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
@@ -314,10 +314,10 @@ def _backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     if query.is_cuda:
-        parts, tensors = torch_unmasked.operands(grad_out, query, key, value, out)
+        terms, tensors = torch_unmasked.operands(grad_out, query, key, value, out)
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
-        grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_parts(parts), traced=call)
+        grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_terms(terms), traced=call)
         sums = [grads[i] for i in call.program.learned]
         grads = [grads[name].to(query.dtype).transpose(1, 2) for name in "qkv"]
     else:

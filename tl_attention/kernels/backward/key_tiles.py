@@ -87,11 +87,11 @@ def skip_steps(first, second, step, steps, block):
 
 @dataclass(frozen=True)
 class KeyTileCounts:
-    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head, and one part of its query heads or queries."""
+    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head, and one share of its query heads or queries."""
 
     heads_per_kv: Any  # query heads per key head
-    heads_per_part: Any  # query heads per CTA
-    parts: Any  # CTAs that share the query heads of a key head, or with the schedule split the queries of a shared tile
+    heads_per_sharer: Any  # query heads per CTA
+    sharers: Any  # CTAs that share the query heads of a key head, or with the schedule split the queries of a shared tile
     n_blocks: Any  # key blocks per sequence; for packed sequences of all together
     group_heads: Any  # heads per group of scheduler.TileOrder
     ctas: Any
@@ -100,30 +100,30 @@ class KeyTileCounts:
 
 @dataclass(frozen=True)
 class SplitOrder(TileOrder):
-    """TileOrder in which the tiles from number `whole` on are shared: each is drawn `parts` times."""
+    """TileOrder in which the tiles from number `whole` on are shared: each is drawn `sharers` times."""
 
     whole: Any = None
-    parts: Any = None
+    sharers: Any = None
 
     @property
     def num_tiles(self) -> Any:
-        return self.whole + (self.m_blocks * self.all_heads - self.whole) * self.parts
+        return self.whole + (self.m_blocks * self.all_heads - self.whole) * self.sharers
 
     def tile(self, number: Any) -> Any:
         """Number of the tile that is drawn as `number`."""
-        shared = self.whole + T.truncdiv(number - self.whole, self.parts)
+        shared = self.whole + T.truncdiv(number - self.whole, self.sharers)
         return T.if_then_else(number < self.whole, number, shared)
 
-    def part(self, number: Any) -> Any:
-        return T.if_then_else(number < self.whole, 0, T.truncmod(number - self.whole, self.parts))
+    def sharer(self, number: Any) -> Any:
+        return T.if_then_else(number < self.whole, 0, T.truncmod(number - self.whole, self.sharers))
 
-    def parts_of(self, number: Any) -> Any:
-        return T.if_then_else(number < self.whole, 1, self.parts)
+    def sharers_of(self, number: Any) -> Any:
+        return T.if_then_else(number < self.whole, 1, self.sharers)
 
 
-def order_parts(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Heads of a key head in terms of TileOrder: the parts of its tiles, one in a split pass."""
-    return 1 if config.is_split else counts.parts
+def order_sharers(config: BwdPass, counts: KeyTileCounts) -> Any:
+    """Heads of a key head in terms of TileOrder: the sharers of its tiles, one in a split pass."""
+    return 1 if config.is_split else counts.sharers
 
 
 def key_order(
@@ -135,12 +135,12 @@ def key_order(
     all_heads: Any,
     table: Any,
 ) -> TileOrder:
-    """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_parts() heads."""
+    """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_sharers() heads."""
     order = {
         "longest_first": problem.is_uneven or config.is_ordered,
         "heads": heads,
         "all_heads": all_heads,
-        "heads_per_kv": order_parts(config, counts),
+        "heads_per_kv": order_sharers(config, counts),
         "m_blocks": counts.n_blocks,
         "group_heads": counts.group_heads,
         "table": table,
@@ -151,12 +151,14 @@ def key_order(
         side = {"side_tiles": SIDE_WAVES * counts.ctas, "last_entries": last}
         return SequenceOrder(**order, key_heads=key_heads, **side)
     return (
-        SplitOrder(**order, whole=counts.whole, parts=counts.parts) if config.is_split else TileOrder(**order)
+        SplitOrder(**order, whole=counts.whole, sharers=counts.sharers)
+        if config.is_split
+        else TileOrder(**order)
     )
 
 
-def part_blocks(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Row blocks of a part of dK and dV: of a tile in a split pass, else of all keys."""
+def partial_blocks(config: BwdPass, counts: KeyTileCounts) -> Any:
+    """Row blocks of a partial dK or dV: of a tile in a split pass, else of all keys."""
     return config.block_N // 16 if config.is_split else counts.n_blocks * (config.block_N // 16)
 
 
@@ -181,7 +183,7 @@ class KeyTile:
         self.block_N, self.ordered, self.split = block_N, ordered, split
         self.steps = T.alloc_var("int32", init=0) if split else None
         self.first = T.alloc_var("int32", init=0)
-        self.part_idx = T.alloc_var("int32", init=0)
+        self.part_idx = T.alloc_var("int32", init=0)  # number of the CTA among the sharers of the tile
         # Tiles of the head that are drawn before; the tile drawn last of them has queries from this one on. See AddingOrder
         self.rank, self.shared_from = (T.alloc_var("int32", init=0) if ordered else None for _ in range(2))
         self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
@@ -211,23 +213,27 @@ class KeyTile:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
-        self.part_idx[0] = self.part_of(number)
-        first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
-        heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
+        self.part_idx[0] = self.sharer_of(number)
+        first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_sharer
+        heads = T.min(
+            counts.heads_per_sharer, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_sharer
+        )
         if blocks.listed:
-            parts = order.parts_of(number) if self.split else counts.parts
-            blocks.start_list(self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, parts)
+            parts = order.sharers_of(number) if self.split else counts.sharers
+            blocks.start_list(
+                self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.sharer, parts
+            )
         elif self.split:
             blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
-            blocks.keep_share(self.part_idx[0], order.parts_of(number))
+            blocks.keep_share(self.part_idx[0], order.sharers_of(number))
         else:
             blocks.start(self.first[0], first_head, heads)
         if self.split:
             self.steps[0] = blocks.steps
 
-    def part_of(self, number: Any) -> Any:
+    def sharer_of(self, number: Any) -> Any:
         order = self.tile.order
-        return order.part(number) if self.split else self.tile.head - self.tile.kv_head * order.heads_per_kv
+        return order.sharer(number) if self.split else self.tile.head - self.tile.kv_head * order.heads_per_kv
 
     @property
     def position(self) -> tuple:
@@ -262,7 +268,7 @@ class KeyTile:
         return self.tile.kv_head
 
     @property
-    def part(self) -> Any:
+    def sharer(self) -> Any:
         return self.part_idx[0]
 
     @property

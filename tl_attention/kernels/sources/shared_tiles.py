@@ -21,7 +21,7 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.scores.mask import KeyBlocks, Mask
 from tl_attention.kernels.seams.scheduler import Overflows, TileBox, TileOrder, TileStream
 from tl_attention.kernels.seams.softmax import LOWEST, rows_layout
-from tl_attention.kernels.sources.tiles import FragmentBlocks, SharedTiles
+from tl_attention.kernels.sources.tiles import FragmentBlocks, SmemTiles
 from tl_attention.problem.attn_problem import AttnProblem
 
 DONE = 2**30  # past the number of any piece
@@ -324,7 +324,7 @@ class CausalSharingStream(SharingStream):
 
 def stream_of(
     config: FwdConfig,
-    shared: SharedTiles,
+    smem: SmemTiles,
     first: Any,
     order: TileOrder,
     ctas: Any,
@@ -333,10 +333,10 @@ def stream_of(
     blocks: KeyBlocks,
 ) -> TileStream:
     """The stream of a CTA's tiles. keys: per sequence."""
-    box, overflows = shared.tile_box, shared.overflows
-    if shared.pieces is not None and blocks.mask.causal:
-        return CausalSharingStream(order, ctas, box, shared.pieces, blocks, name="stream")
-    if shared.pieces is not None:
+    box, overflows = smem.tile_box, smem.overflows
+    if smem.pieces is not None and blocks.mask.causal:
+        return CausalSharingStream(order, ctas, box, smem.pieces, blocks, name="stream")
+    if smem.pieces is not None:
         steps = T.ceildiv(keys, config.block_N)
-        return SharingStream(order, ctas, box, overflows, shared.pieces, steps, name="stream")
+        return SharingStream(order, ctas, box, overflows, smem.pieces, steps, name="stream")
     return TileStream(config.schedule, first, order, ctas, tickets, box, overflows, name="stream")

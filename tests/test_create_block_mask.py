@@ -188,6 +188,10 @@ def constructed(cu_seqlens: torch.Tensor, prefixes: torch.Tensor) -> dict:
         "documents": block_masks.documents(ids),
         "whole documents": block_masks.documents(ids, causal=False),
         "batches": block_masks.documents(torch.stack([ids, ids.flip(0)])),
+        "tree": block_masks.prefix_tree([-1, 0, 1, 0, -1], cu_seqlens.diff(), LENGTH),
+        "trees": block_masks.prefix_tree(
+            [[-1, 0, 1, 0, 3], [-1, 0, -1]], [[9, 8, 7, 6, 5], [0, 500, 40]], **on
+        ),
         "dilated": block_masks.dilated(LENGTH, LENGTH, 5, **on),
         "far dilated": block_masks.dilated(LENGTH, LENGTH, 300, causal=False, **on),
         "chunks": block_masks.block_diagonal(LENGTH, 900, 200, **on),

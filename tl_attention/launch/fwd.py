@@ -201,8 +201,12 @@ class FwdPlan:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
-        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "shared"
-        self.tickets = self.device, config.schedule in ("dynamic", "shared"), TICKETS + self.sms * self.shares
+        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
+        self.tickets = (
+            self.device,
+            config.schedule in ("dynamic", "stream-K"),
+            TICKETS + self.sms * self.shares,
+        )
         self.hold_max = config.hold_max
         if self.packed:
             self.step_rows = config.block_N

@@ -74,7 +74,7 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
     if problem.has("added"):
         config = config.merging
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
+    compiled = {type(one): kernel for (_, one), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     terms = compiled.get(FirstTermsConfig if config.makes_terms else TermsConfig)
     return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)

@@ -325,7 +325,7 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
     keys = shape.batch * shape.heads_q * (shape.seqlen_k + 192)  # rounded up to a tile
     if shape.heads_q == shape.heads_kv:
         keys = (
-            128 * 16 * sm_count(0) * any(one.is_split for one in config.passes)
+            128 * 16 * sm_count(0) * any(one.is_stream_k for one in config.passes)
         )  # at most a tile per SM, by 16 sharers
     partials = 4 * keys * (problem.head_dim + problem.head_dim_v)
     assert stated <= workspace <= stated + partials

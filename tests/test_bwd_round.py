@@ -33,7 +33,7 @@ BF16 = "bfloat16"
 
 
 def rounding(width: int) -> BwdConfig:
-    return apart("split", width, rounds_dq=True)
+    return apart("stream-K", width, rounds_dq=True)
 
 
 def config_of(shape: Shape) -> BwdConfig:
@@ -48,9 +48,9 @@ def test_warps_that_round_fit(width):
         assert fault(AttnProblem(BF16, width, width, causal), rounding(width)) is None
 
 
-def test_rounding_needs_the_order_apart_and_the_schedule_split():
+def test_rounding_needs_the_order_apart_and_the_schedule_stream_k():
     problem = AttnProblem(BF16, 128, 128, True)
-    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-dK", "split", rounds_dq=True),))
+    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-dK", "stream-K", rounds_dq=True),))
     for config in (apart("dynamic", rounds_dq=True), apart("dynamic-late", rounds_dq=True), early):
         assert "rounds_dq: expected False" in fault(problem, config)
 
@@ -73,7 +73,7 @@ def test_a_group_fits_the_slots(units, tiles, causal):
 
 
 def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, int]]:
-    """(unit, count) of each tile in the order in which CTAs draw them: key_tiles.SplitOrder and scheduler.Tile in Python."""
+    """(unit, count) of each tile in the order in which CTAs draw them: key_tiles.StreamKOrder and scheduler.Tile in Python."""
     n_blocks, group, _ = buffers.counts
     tiles = units * n_blocks
     numbers = [(n, buffers.sharers) for n in range(buffers.whole)]
@@ -149,7 +149,7 @@ def test_workspace_does_not_grow_with_the_batch():
 
     rows = 2 * 4 * 512 * 16  # lse and delta of a batch entry
     assert workspace(64, rounding(128)) - workspace(32, rounding(128)) < 32 * (rows + 16 * 2 * 4) + 8192
-    assert workspace(64, apart("split")) - workspace(32, apart("split")) > 32 * 512 * 16 * 128 * 4
+    assert workspace(64, apart("stream-K")) - workspace(32, apart("stream-K")) > 32 * 512 * 16 * 128 * 4
 
 
 def after_forward(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
@@ -198,7 +198,7 @@ def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [rounding, functools.partial(apart, "split")], ids=["rounds", "sums"])
+@pytest.mark.parametrize("config", [rounding, functools.partial(apart, "stream-K")], ids=["rounds", "sums"])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
     ("sizes", "window"),
@@ -243,7 +243,7 @@ def test_streams_at_once():
     """Each kernel has SMs for some of its CTAs only, and all go on."""
     shape = Shape.parse("64,16,16,512,512,128,128,causal")
     arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
-    expected = tuple(launch.backward(*arguments, config=apart("split")).values())
+    expected = tuple(launch.backward(*arguments, config=apart("stream-K")).values())
     streams = [torch.cuda.Stream() for _ in range(3)]
     results = []
     torch.cuda.synchronize()
@@ -261,7 +261,7 @@ def test_streams_at_once():
 def test_dq_in_a_slice_of_a_tensor():
     shape = Shape.parse("5,8,8,400,400,128,128,full")
     arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
-    expected = launch.backward(*arguments, config=apart("split"))["q"]
+    expected = launch.backward(*arguments, config=apart("stream-K"))["q"]
     packed = torch.full((5, 400, 3, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
     launch.backward(*arguments, dq=packed[:, :, 1], config=rounding(128))
     torch.testing.assert_close(packed[:, :, 1], expected, rtol=0.02, atol=0.02)

@@ -29,7 +29,7 @@ LENGTHS = (300, 0, 77, 513, 129, 1, 1260), (260, 140, 77, 700, 0, 129, 1260)
 def test_packed_sequences_round_with_the_schedule_dynamic_late():
     problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
     assert fault(problem, apart("dynamic-late", rounds_dq=True)) is None
-    for schedule in ("grid", "split"):
+    for schedule in ("grid", "stream-K"):
         assert fault(problem, apart(schedule, rounds_dq=True)) is not None
 
 

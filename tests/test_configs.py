@@ -133,7 +133,7 @@ def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, sche
         (
             D128,
             FwdConfig(128, 128, schedule="best"),
-            "schedule: expected one of grid, persistent, dynamic, shared, got 'best'",
+            "schedule: expected one of grid, persistent, dynamic, stream-K, got 'best'",
         ),
         (
             D128,
@@ -241,7 +241,7 @@ def passes(*texts: str) -> BwdConfig:
         ),
         (
             D64,
-            passes("dq+dk+dv 64x128 reuse apart split"),
+            passes("dq+dk+dv 64x128 reuse apart stream-K"),
             "order: expected 'apart' for d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone, "
             "got d64 in steps of 64",
         ),
@@ -260,7 +260,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse late-sums persistent"),
-            "schedule: expected grid or dynamic or dynamic-late or ordered or split here, got 'persistent'",
+            "schedule: expected grid or dynamic or dynamic-late or ordered or stream-K here, got 'persistent'",
         ),
         (
             D64,
@@ -275,12 +275,12 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D64, options=("window",)),
             passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
-            "schedule: expected grid or dynamic-late or split here, got 'dynamic'",
+            "schedule: expected grid or dynamic-late or stream-K here, got 'dynamic'",
         ),
         (
             replace(D64, options=("window", "softcap")),
-            passes("dq+dk+dv 64x128 reuse late-sums split"),
-            "schedule: expected grid or dynamic-late here, got 'split'",
+            passes("dq+dk+dv 64x128 reuse late-sums stream-K"),
+            "schedule: expected grid or dynamic-late here, got 'stream-K'",
         ),
         (
             D64,
@@ -352,8 +352,8 @@ def test_fault_refuses_summed_dq_for_the_deterministic_backward():
         (D64, "dq+dk+dv 128x128x3x2 reuse separate-dS", 183296, 192),
         (D64, "dq+dk+dv 128x128 reuse separate-dS dynamic", 182336, 192),
         (D128, "dq+dk+dv 64x128 reuse late-sums dynamic", 230464, 176),
-        (D64, "dq+dk+dv 128x128 reuse apart split", 198720, 160),
-        (D128, "dq+dk+dv 64x128 reuse apart split", 214080, 176),
+        (D64, "dq+dk+dv 128x128 reuse apart stream-K", 198720, 160),
+        (D128, "dq+dk+dv 64x128 reuse apart stream-K", 214080, 176),
         (D128, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic", 215104, 176),
         (D96, "dk+dv 64x128x3x3", 124416, 192),
         (D96, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic-late", 194624, 144),

@@ -25,9 +25,9 @@ pytestmark = [
 PACKAGE = "tl_attention.kernels"
 FOLDER = Path(tl_attention.__file__).with_name("kernels")
 SHIPPED = manifest.shipped()
-SHARED_TILES = "bf16 d128 causal, 128x128 shared q2"  # no ping-pong, so no turns
-FORWARD = ("bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max", SHARED_TILES)
-APART = "bf16 d64 causal, dq+dk+dv 128x128x2x2 reuse apart split"  # a warpgroup of its own computes dq
+STREAM_K = "bf16 d128 causal, 128x128 stream-K q2"  # no ping-pong, so no turns
+FORWARD = ("bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max", STREAM_K)
+APART = "bf16 d64 causal, dq+dk+dv 128x128x2x2 reuse apart stream-K"  # a warpgroup of its own computes dq
 WITH_DQ = "bf16 d64 full window, dq+dk+dv 128x128x2x2 reuse separate-dS dynamic-late"
 KEYS_ALONE = "bf16 d64 causal, dk+dv 96x128x2x2"
 BACKWARD = (WITH_DQ, APART, KEYS_ALONE)
@@ -58,7 +58,7 @@ FAULTS = {
         r"( +T\.wait_wgmma\(len\(products\)\).*\n)( +smem\.K\.release\(.*\n)", r"\2\1", FORWARD
     ),
     "forward: the turn is passed on before P V is issued": Edit(
-        r"( +output\.start\(.* - 1\)\n)( +turns\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(SHARED_TILES,)
+        r"( +output\.start\(.* - 1\)\n)( +turns\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(STREAM_K,)
     ),
     "forward: V of another slot": Edit(
         r"(output\.start\(P_terms, smem\.V, .*) - 1\)", r"\1)", FORWARD

@@ -167,7 +167,7 @@ def test_key_sharers_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, h
     ],
 )
 def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, sharers):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
     tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
     whole = tiles if sharers == 1 else 0
     assert pass_sharers(split, tiles, per_kv, keys, causal, COSTS, row_bytes=1024) == (sharers, per_kv, whole)
@@ -191,7 +191,7 @@ def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_k
     ],
 )
 def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads, heads_kv, keys, sharers):
-    one = BwdPass(grads, 64, 128, schedule="split" if grads == "dq+dk+dv" else "grid")
+    one = BwdPass(grads, 64, 128, schedule="stream-K" if grads == "dq+dk+dv" else "grid")
     tiles = batch * heads_kv * -(-keys // 128)
     assert pass_sharers(one, tiles, heads // heads_kv, keys, 1, COSTS, row_bytes)[0] == sharers
 
@@ -210,7 +210,7 @@ def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads,
     ],
 )
 def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, sharers, whole):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
     assert pass_sharers(split, tiles, 1, queries, False, COSTS) == (sharers, 1, whole)
     drawn = whole + (tiles - whole) * sharers
     assert sharers == 1 or -(-drawn // 132) * 132 - drawn < 132
@@ -218,7 +218,7 @@ def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, share
 
 @pytest.mark.parametrize(("tiles", "sharers", "whole"), [(280, 1, 280), (132, 1, 132), (40, 3, 0)])
 def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, sharers, whole):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="apart", reuse_registers=True)
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="apart", reuse_registers=True)
     assert pass_sharers(split, tiles, 1, 6001, False, COSTS, shares_last=False) == (sharers, 1, whole)
 
 
@@ -226,7 +226,7 @@ def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, sharers,
     ("heads", "keys", "causal"), [(32, 4096, True), (2, 8192, True), (34, 2049, False), (32, 4224, False)]
 )
 def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, causal):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
     problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
     buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
     (rows, *_), *_ = buffers.empty[1]

@@ -107,8 +107,8 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max terms8": ("spill_bytes: expected 0, got 8",),
     # Two to five registers (nvcc 13.0.88); not timed
     "bf16 d128 causal dropout, 128x128 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 20",),
-    "bf16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 12",),
-    "fp16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 12",),
+    "bf16 d256 causal, 128x64 stream-K q1.5": ("spill_bytes: expected 0, got 12",),
+    "fp16 d256 causal, 128x64 stream-K q1.5": ("spill_bytes: expected 0, got 12",),
     "fp32-highest d64 causal, 128x96 dynamic": ("spill_bytes: expected 0, got 8",),
     "fp32-highest d64 full window softcap alibi sink dropout varlen, 128x64 dynamic q2": (
         "spill_bytes: expected 0, got 8",

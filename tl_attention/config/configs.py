@@ -244,13 +244,13 @@ def split_config(config: FwdConfig) -> FwdConfig:
 
 def shared_config(problem: AttnProblem, config: FwdConfig) -> FwdConfig:
     """The same tile, with tiles shared among CTAs by their keys."""
-    return replace(config.without_hold_max() if problem.causal else config, schedule="shared")
+    return replace(config.without_hold_max() if problem.causal else config, schedule="stream-K")
 
 
 def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
     """The config for few tiles per SM on a GPU (by its name in torch); None if CTAs do not share tiles there."""
     config = pick_config(problem, FEW_BUCKET, gpu_name)[0] if problem.can_share else None
-    return config if config and config.schedule == "shared" else None
+    return config if config and config.schedule == "stream-K" else None
 
 
 @dataclass(frozen=True)

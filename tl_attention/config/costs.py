@@ -22,8 +22,8 @@ class ForwardCosts:
 
 
 @dataclass(frozen=True)
-class SharedCosts:
-    """The schedule shared of a forward, in steps."""
+class StreamKCosts:
+    """The schedule stream-K of a forward, in steps."""
 
     partial: float
     least_steps: int
@@ -89,7 +89,7 @@ class Costs:
     sms: int
     slack: float
     forward: ForwardCosts
-    shared: SharedCosts
+    stream_k: StreamKCosts
     backward: BackwardCosts
     groups: GroupCosts
     rounding: RoundingCosts
@@ -103,7 +103,7 @@ class Costs:
 
 SECTIONS = {
     "forward": ForwardCosts,
-    "shared": SharedCosts,
+    "stream_k": StreamKCosts,
     "backward": BackwardCosts,
     "groups": GroupCosts,
     "rounding": RoundingCosts,

@@ -92,7 +92,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     smem = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
     if config.schedule != "grid":
         shares_causal = (
-            config.schedule == "shared" and problem.causal
+            config.schedule == "stream-K" and problem.causal
         )  # its tiles have 10 numbers, padded to 12
         smem += TABLE_BOX_BYTES if problem.has("varlen") or shares_causal else TILE_BOX_BYTES
     if config.hold_max:
@@ -291,9 +291,9 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return fault
     if config.schedule not in SCHEDULES:
         return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
-    if config.schedule == "shared" and not problem.can_share:
+    if config.schedule == "stream-K" and not problem.can_share:
         return "schedule: expected another than shared with options or a program and in fp32, got shared"
-    if config.schedule == "shared" and config.hold_max and problem.causal:
+    if config.schedule == "stream-K" and config.hold_max and problem.causal:
         return "hold_max: expected False where CTAs share all tiles of a causal mask, got True"
     if config.q_stages not in (1, 1.5, 2):
         return f"q_stages: expected 1, 1.5 or 2, got {config.q_stages}"
@@ -429,13 +429,13 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             "bias per distance"
         )
         return f"order: expected another than 'apart' with {where}, got 'apart'"
-    if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
+    if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "stream-K", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
     apart_step = {"d64": 64 if problem.has("softcap") else 128, "d128": 64}.get(problem.width)
     if bwd_pass.dq_apart and bwd_pass.block_M != apart_step:
         wanted = "d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone"
         return f"order: expected 'apart' for {wanted}, got {problem.width} in steps of {bwd_pass.block_M}"
-    schedule = "dynamic-late" if problem.has("varlen") else "split"
+    schedule = "dynamic-late" if problem.has("varlen") else "stream-K"
     if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):
         got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"
         return f"rounds_dq: expected False with {got}, got True"
@@ -443,7 +443,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return fault
     if bwd_pass.one_tile and (problem.options or problem.program is not None):
         return "one_tile: expected False with options or a program, got True"
-    if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):
+    if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "stream-K"):
         return f"one_tile: expected False with the schedule {bwd_pass.schedule}, got True"
     if fault := _table_fault(problem, owned, rows):
         return fault
@@ -463,14 +463,14 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
     if problem.program is None:
         options = {*problem.served_as.options} - {"sink"}
         if options in ({"window"}, {"alibi"}, {"softcap"}):
-            return "grid", "dynamic-late", "split"
+            return "grid", "dynamic-late", "stream-K"
         return ("grid", "dynamic-late") if options else BWD_SCHEDULES
     if problem.learns_bias:
         return "grid", "dynamic", "dynamic-late"
     if problem.is_mask_of_bits:
-        return "grid", "dynamic-late", "split"
+        return "grid", "dynamic-late", "stream-K"
     if problem.is_diagonal_bias:
-        return "grid", "dynamic-late", "split"
+        return "grid", "dynamic-late", "stream-K"
     return ("grid",)
 
 

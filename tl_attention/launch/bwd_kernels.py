@@ -38,7 +38,7 @@ class BwdKernels:
     passes: tuple[tuple[BwdPass, Kernel], ...]
     sum_qk: Kernel
     sum_v: Kernel
-    sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is split
+    sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is stream-K
     sum_shared_v: Kernel | None
     tile_table: Kernel | None  # runs first for packed sequences
     terms: Kernel | None  # runs first in fp32: splits q and dout, or the first heads of them

@@ -125,10 +125,10 @@ def pass_sharers(
     row_bytes: int = 0,
     shares_last: bool = True,
 ) -> tuple[int, int, int]:
-    """(sharers, heads_per_sharer, whole) of a pass: key_sharers(); whole: with the schedule split the tiles with one CTA each, else 0.
+    """(sharers, heads_per_sharer, whole) of a pass: key_sharers(); whole: with the schedule stream-K the tiles with one CTA each, else 0.
 
-    With the schedule `split`, at most most_sharers CTAs share a tile, by its queries in place of its heads: under a causal mask all tiles
-    or none, else the last ones.
+    With the schedule `stream-K`, at most most_sharers CTAs share a tile, by its queries in place of its heads: under a causal mask all
+    tiles or none, else the last ones.
 
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
@@ -136,7 +136,7 @@ def pass_sharers(
             add up the partials take longer than they save (docs/notes/2026-11-26-windows.md); nor in a causal pass with one_tile.
     """
     head_bytes = bytes_at_once(bwd_pass, queries, costs, row_bytes)
-    if not bwd_pass.is_split:
+    if not bwd_pass.is_stream_k:
         return *key_sharers(tiles, heads_per_kv, queries, on_diagonal, costs, head_bytes=head_bytes), 0
     if not shares_last and tiles >= costs.sms:
         return 1, heads_per_kv, tiles
@@ -273,7 +273,7 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.costs, self.row_bytes
-        # A causal pass shares all tiles or none, see tiles.SplitGradTiles
+        # A causal pass shares all tiles or none, see tiles.StreamKGradTiles
         all_or_none = problem.causal and config.one_tile
         shares_last = not (problem.has("window") or problem.is_listed or all_or_none)
         self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
@@ -282,13 +282,13 @@ class KeyBuffers:
             config, key_tiles, *by_queries, shares_last
         )
         # Every tile leaves in fp32, at least as one partial
-        if config.is_split and problem.has("partial") and self.whole:
+        if config.is_stream_k and problem.has("partial") and self.whole:
             self.sharers, self.whole = 1, 0
-        assert not problem.causal or self.whole in (0, tiles), "see tiles.SplitGradTiles"
-        # A share of a split pass without queries writes nothing. Each key tile has a step per head at least
+        assert not problem.causal or self.whole in (0, tiles), "see tiles.StreamKGradTiles"
+        # A share of a stream-K pass without queries writes nothing. Each key tile has a step per head at least
         uneven = problem.causal or problem.has("window") or problem.is_listed
         steps = sizes.heads_per_kv * (1 if uneven else -(-sizes.queries // config.block_M))
-        self.may_be_empty = config.is_split and steps < self.sharers
+        self.may_be_empty = config.is_stream_k and steps < self.sharers
         self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it
         self.adds_dq = config.adds_dq and not self.writes_dq
         in_partials = (
@@ -326,7 +326,7 @@ class KeyBuffers:
         tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.costs
         q_bytes = sizes.seqlen_q * self.row_bytes
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
-        if config.is_split:
+        if config.is_stream_k:
             group_heads = -(-group_heads // self.sharers)  # whole heads
         if self.by_sequence:
             longest = -(-(sizes.longest_rows or max(sizes.seqlen_q, sizes.seqlen_k)) // TABLE_ROWS)
@@ -443,7 +443,7 @@ class KeyPass:
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_dk, self.sum_dv = kernels.sum_qk, kernels.sum_qk, kernels.sum_v
         self.sum_counts, self.whole = (sharers, buffers.row_blocks_k), ()
-        if config.is_split:
+        if config.is_stream_k:
             self.sum_dk, self.sum_dv = kernels.sum_shared_qk, kernels.sum_shared_v
             self.sum_counts = sharers, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)

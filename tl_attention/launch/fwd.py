@@ -74,7 +74,7 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
     if problem.has("added"):
         config = config.merging
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
+    compiled = {type(one): kernel for (_, one), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     terms = compiled.get(FirstTermsConfig if config.makes_terms else TermsConfig)
     return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)
@@ -201,8 +201,12 @@ class FwdPlan:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
-        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "shared"
-        self.tickets = self.device, config.schedule in ("dynamic", "shared"), TICKETS + self.sms * self.shares
+        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
+        self.tickets = (
+            self.device,
+            config.schedule in ("dynamic", "stream-K"),
+            TICKETS + self.sms * self.shares,
+        )
         self.hold_max = config.hold_max
         if self.packed:
             self.step_rows = config.block_N

@@ -255,7 +255,7 @@ class AttnProblem:
 
     @property
     def can_share(self) -> bool:
-        """True for a forward whose CTAs can share tiles by their keys without a kernel after it: the schedule shared."""
+        """True for a forward whose CTAs can share tiles by their keys without a kernel after it: the schedule stream-K."""
         return not self.options and self.program is None and not self.is_fp32
 
     @property

@@ -49,7 +49,7 @@ from tl_attention.kernels.sources.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
-    SplitGradTiles,
+    StreamKGradTiles,
     dq_sum_argument,
     input_arguments,
     rows_argument,
@@ -77,13 +77,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dK, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
         dK_parts, dV_parts: partials, fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
-            With the schedule split as tiles.SplitGradTiles has them.
+            With the schedule stream-K as tiles.StreamKGradTiles has them.
         softmax_scale: fp32.
         heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts; parts: sharers of a tile.
     The others are False in a kernel that lacks them:
         Tickets: int32 [2], zeros before and after the kernel. With every schedule but grid.
         Turns: int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule ordered.
-        whole: int32, of KeyTileCounts. Only with the schedule split.
+        whole: int32, of KeyTileCounts. Only with the schedule stream-K.
         dQ, Progress_dq, sum_slots: see sink.rounding_of. Only where the pass rounds dQ.
         K_parts, V_parts: bf16 terms of fp32 K and V, [batch, seqlen_k, heads_kv, terms * width]. The first of several passes writes them.
     Then the fields of
@@ -161,7 +161,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def consume(w, number, tile_order, launch):
         smem = launch.smem
-        tile = key_tiles.KeyTile(tile_order, block_N, split=config.is_split)
+        tile = key_tiles.KeyTile(tile_order, block_N, stream_k=config.is_stream_k)
         blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
             fill_bias_columns(w, smem.bias_columns, consumers)
@@ -199,7 +199,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         ctas: T.int32,
         Tickets: args.Tickets,
         Turns: args.Turns,
-        whole: T.int32 if config.is_split else False,
+        whole: T.int32 if config.is_stream_k else False,
         dQ: args.dQ,
         Progress_dq: args.Progress_dq,
         sum_slots: T.int32 if rounds else False,
@@ -228,8 +228,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
             stores_terms = stores_key_terms(problem, config.makes)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
-            if config.is_split:
-                Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
+            if config.is_stream_k:
+                Tiles = functools.partial(StreamKGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
                 *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.terms),
                 splits_keys=splits_keys(problem, config.makes),

@@ -91,15 +91,15 @@ class KeyTileCounts:
 
     heads_per_kv: Any  # query heads per key head
     heads_per_sharer: Any  # query heads per CTA
-    sharers: Any  # CTAs that share the query heads of a key head, or with the schedule split the queries of a shared tile
+    sharers: Any  # CTAs that share the query heads of a key head, or with the schedule stream-K the queries of a shared tile
     n_blocks: Any  # key blocks per sequence; for packed sequences of all together
     group_heads: Any  # heads per group of scheduler.TileOrder
     ctas: Any
-    whole: Any = None  # with the schedule split: the number of the first shared tile
+    whole: Any = None  # with the schedule stream-K: the number of the first shared tile
 
 
 @dataclass(frozen=True)
-class SplitOrder(TileOrder):
+class StreamKOrder(TileOrder):
     """TileOrder in which the tiles from number `whole` on are shared: each is drawn `sharers` times."""
 
     whole: Any = None
@@ -122,8 +122,8 @@ class SplitOrder(TileOrder):
 
 
 def order_sharers(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Heads of a key head in terms of TileOrder: the sharers of its tiles, one in a split pass."""
-    return 1 if config.is_split else counts.sharers
+    """Heads of a key head in terms of TileOrder: the sharers of its tiles, one in a stream-K pass."""
+    return 1 if config.is_stream_k else counts.sharers
 
 
 def key_order(
@@ -151,15 +151,15 @@ def key_order(
         side = {"side_tiles": SIDE_WAVES * counts.ctas, "last_entries": last}
         return SequenceOrder(**order, key_heads=key_heads, **side)
     return (
-        SplitOrder(**order, whole=counts.whole, sharers=counts.sharers)
-        if config.is_split
+        StreamKOrder(**order, whole=counts.whole, sharers=counts.sharers)
+        if config.is_stream_k
         else TileOrder(**order)
     )
 
 
 def partial_blocks(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Row blocks of a partial dK or dV: of a tile in a split pass, else of all keys."""
-    return config.block_N // 16 if config.is_split else counts.n_blocks * (config.block_N // 16)
+    """Row blocks of a partial dK or dV: of a tile in a stream-K pass, else of all keys."""
+    return config.block_N // 16 if config.is_stream_k else counts.n_blocks * (config.block_N // 16)
 
 
 @T.meta_class
@@ -167,7 +167,7 @@ class KeyTile:
     """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them.
 
     Args:
-        ordered, split: as the schedules of a BwdPass.
+        ordered, stream_k: as the schedules of a BwdPass.
     """
 
     def __init__(
@@ -175,13 +175,13 @@ class KeyTile:
         order: TileOrder,
         block_N: int,
         ordered: bool = False,
-        split: bool = False,
+        stream_k: bool = False,
         name: str = "key_tile",
     ):
         self.by_sequence = isinstance(order, SequenceOrder)
         self.tile = SequenceTile(order) if self.by_sequence else Tile(order)
-        self.block_N, self.ordered, self.split = block_N, ordered, split
-        self.steps = T.alloc_var("int32", init=0) if split else None
+        self.block_N, self.ordered, self.stream_k = block_N, ordered, stream_k
+        self.steps = T.alloc_var("int32", init=0) if stream_k else None
         self.first = T.alloc_var("int32", init=0)
         self.part_idx = T.alloc_var("int32", init=0)  # number of the CTA among the sharers of the tile
         # Tiles of the head that are drawn before; the tile drawn last of them has queries from this one on. See AddingOrder
@@ -197,7 +197,7 @@ class KeyTile:
         Under a causal mask the first keys have the most queries, so they come first. Tile puts its last block first: reverse it.
         """
         order = self.tile.order
-        self.tile.locate(order.tile(number) if self.split else number)
+        self.tile.locate(order.tile(number) if self.stream_k else number)
         if self.ordered:
             self.rank[0] = order.m_blocks - 1 - self.tile.m_block
             self.first[0] = self.rank[0] * self.block_N
@@ -219,21 +219,23 @@ class KeyTile:
             counts.heads_per_sharer, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_sharer
         )
         if blocks.listed:
-            parts = order.sharers_of(number) if self.split else counts.sharers
+            parts = order.sharers_of(number) if self.stream_k else counts.sharers
             blocks.start_list(
                 self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.sharer, parts
             )
-        elif self.split:
+        elif self.stream_k:
             blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
             blocks.keep_share(self.part_idx[0], order.sharers_of(number))
         else:
             blocks.start(self.first[0], first_head, heads)
-        if self.split:
+        if self.stream_k:
             self.steps[0] = blocks.steps
 
     def sharer_of(self, number: Any) -> Any:
         order = self.tile.order
-        return order.sharer(number) if self.split else self.tile.head - self.tile.kv_head * order.heads_per_kv
+        return (
+            order.sharer(number) if self.stream_k else self.tile.head - self.tile.kv_head * order.heads_per_kv
+        )
 
     @property
     def position(self) -> tuple:
@@ -249,10 +251,10 @@ class KeyTile:
 
     @property
     def exists(self) -> Any:
-        """False where the table has no entry, by sequence also where the tile has no keys, or a share of a split tile no queries."""
+        """False where the table has no entry, by sequence also where the tile has no keys, or a share of a shared tile no queries."""
         if self.by_sequence:
             return self.tile.exists & self.tile.has_keys
-        return self.steps[0] > 0 if self.split else self.tile.exists
+        return self.steps[0] > 0 if self.stream_k else self.tile.exists
 
     def group_end(self, number: Any) -> Any:
         """Number one past the head group of tile `number`; computed from the number, as the warp that draws tiles has few registers."""

@@ -63,7 +63,7 @@ class KeyTileProducer:
         return "dk" in self.config.makes
 
     def tile(self) -> KeyTile:
-        return KeyTile(self.order, self.config.block_N, self.config.is_ordered, self.config.is_split)
+        return KeyTile(self.order, self.config.block_N, self.config.is_ordered, self.config.is_stream_k)
 
     def blocks(self, tile: KeyTile, with_places: bool = False) -> QueryBlocks:
         config = self.config
@@ -203,7 +203,7 @@ class KeyTileProducer:
                 box.wait_empty(turn)
                 stream.draw_ticket()
                 stream.next_number()
-            elif self.config.is_split:
+            elif self.config.is_stream_k:
                 dq.rounding.count_empty(tile)  # a share without queries
                 stream.draw_ticket()
                 stream.next_number()

@@ -35,7 +35,7 @@ def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
 
 def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
     """True if the CTA has partial gradients of the tile."""
-    return tiles.shared_number(tile) >= 0 if config.is_split else counts.sharers > 1
+    return tiles.shared_number(tile) >= 0 if config.is_stream_k else counts.sharers > 1
 
 
 @T.macro

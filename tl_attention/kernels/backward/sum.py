@@ -25,7 +25,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         of_keys: int32, 1 for the gradient of K or V, 0 for that of Q.
         Table: int32 [entries, 8], the tile table of blocks of TABLE_ROWS keys or queries.
 
-    With config.shared the matrices are as tiles.SplitGradTiles has them:
+    With config.shared the matrices are as tiles.StreamKGradTiles has them:
         n_blocks: int32, key tiles per head.
         whole: int32, number of the first shared tile.
     """

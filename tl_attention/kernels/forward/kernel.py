@@ -71,12 +71,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
             fp32: K, V are bf16 terms, [batch, seqlen, heads, terms * width], from terms.py; Q as in split_tile.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
-        Tickets: int32 [2], zeros before and after the kernel; with the schedule shared [sms], 2 + ctas or more, see shared_tiles.py.
+        Tickets: int32 [2], zeros before and after the kernel; with the schedule stream-K [sms], 2 + ctas or more, see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
     Then, each group where the problem or the config asks for it, the fields of
         options.OptionArguments: of options.
         pages.CachePages: config.page_rows, keys are in pages whose size is a multiple of it, see tiles.PagedKeys.
-        shared_tiles.PieceArguments: schedule shared.
+        shared_tiles.PieceArguments: schedule stream-K.
         input_terms.InputArguments: config.makes_terms. K and V hold the terms of the first heads before.
         traced_arguments.TracedArguments: of a program.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
@@ -91,7 +91,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     # bf16 terms of an fp32 number, and the pairs of them that are multiplied; in 16 bits one term, one pair
     terms, products, makes_terms = problem.terms, problem.products, config.makes_terms
     persistent = config.schedule != "grid"  # a CTA computes several tiles
-    shares_tiles = config.schedule == "shared"  # and CTAs share some of them, see shared_tiles.py
+    shares_tiles = config.schedule == "stream-K"  # and CTAs share some of them, see shared_tiles.py
     registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
@@ -392,7 +392,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
 def cuda_code(problem: AttnProblem, config: FwdConfig, results: Results) -> str:
     """CUDA that the parts of a forward need."""
-    code = PIECES if config.schedule == "shared" else MAKE_TERMS if config.makes_terms else ""
+    code = PIECES if config.schedule == "stream-K" else MAKE_TERMS if config.makes_terms else ""
     if PolynomialCap.serves(problem, config):
         code += source("any_of_warpgroup")
     code += store_code(problem.head_dim_v, results.from_registers)

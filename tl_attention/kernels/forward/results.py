@@ -35,7 +35,7 @@ from tl_attention.problem.attn_problem import AttnProblem
 class Results:
     """Way out of O and Lse of a forward: the tiles class, and the types of its arguments. splits: number of splits; None without a split.
 
-    O leaves from registers, through the tile of its queries, or through an smem tile of its own. With the schedule shared a CTA may leave
+    O leaves from registers, through the tile of its queries, or through an smem tile of its own. With the schedule stream-K a CTA may leave
     a piece for another CTA instead, or merge the pieces of others.
 
     from_registers: O does not pass through shared memory. shares: the schedule is smem. lse_is_final: nothing is merged into Lse.
@@ -98,7 +98,7 @@ def results_of(
         )
     dense = TilesFromEnd if end_at_last_query(problem, config) else DenseTiles
     Tiles = PagedTiles if paged else PackedTiles if varlen else dense
-    shares = config.schedule == "shared"
+    shares = config.schedule == "stream-K"
     lse_view = T.Tensor(lse_shape, "float32")
     return Results(Tiles, None, o_view, lse_view, problem.dtype_of("o") == "float32", shares, not shares)
 

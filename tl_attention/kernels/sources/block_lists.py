@@ -77,7 +77,7 @@ def query_blocks(
             ahead,
             name="blocks",
         )
-    return QueryBlocks(mask, block_M, block_N, tile.split, name="blocks")
+    return QueryBlocks(mask, block_M, block_N, tile.stream_k, name="blocks")
 
 
 def block_of(entry: Any) -> Any:

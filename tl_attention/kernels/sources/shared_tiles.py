@@ -1,4 +1,4 @@
-"""The schedule shared of a forward: CTAs share the tiles that are left when every SM has computed equally many, by their keys.
+"""The schedule stream-K of a forward: CTAs share the tiles that are left when every SM has computed equally many, by their keys.
 
 The steps of these tiles, one tile after another, are cut into pieces of equal length, one per CTA: part of a tile, or the last steps of
 a tile and the first ones of the next. The CTA with the last steps of a tile finishes it. The others write their O and log-sum-exp to
@@ -32,7 +32,7 @@ PIECES = source("pieces", LOWEST=f"{LOWEST:.1e}f")
 
 @dataclass(frozen=True)
 class PieceArguments:
-    """Kernel arguments of the schedule shared, or their types; False for one that the kernel lacks. See SharedPieces.
+    """Kernel arguments of the schedule stream-K, or their types; False for one that the kernel lacks. See SharedPieces.
 
     whole: head_cost where there is a tile_cost.
     """
@@ -45,7 +45,7 @@ class PieceArguments:
     @classmethod
     def of(cls, problem: AttnProblem, config: FwdConfig) -> PieceArguments:
         """Types of the arguments of a forward."""
-        if config.schedule != "shared":
+        if config.schedule != "stream-K":
             return cls()
         pieces = FragmentBlocks.argument(T.dynamic("piece_blocks"), problem.head_dim_v + 8)
         return cls(pieces, T.int32, T.int32, T.int32 if problem.causal else False)

@@ -428,11 +428,11 @@ class DenseGradTiles:
 
 
 @dataclass(frozen=True)
-class SplitGradTiles(DenseGradTiles):
+class StreamKGradTiles(DenseGradTiles):
     """Tiles of a backward pass in which several CTAs share some key tiles.
 
     dK_partials and dV_partials: matrices [shared tiles, sharers] of the keys of a tile. Shared tiles are in the order of the heads of all
-    batch entries, those of a head from its last keys to its first. So are the numbers of a SplitOrder without head groups. With them,
+    batch entries, those of a head from its last keys to its first. So are the numbers of a StreamKOrder without head groups. With them,
     under a causal mask, all tiles are shared or none: launch.bwd_passes.pass_sharers.
 
     Args:

@@ -151,6 +151,16 @@ def test_a_known_call_sees_the_tensors_of_now(kernels):
     assert len(seen) and all(torch.equal(x, torch.ones(2, HEADS)) for x in seen)
 
 
+def test_kernels_get_a_strided_state_of_dropout_contiguous(kernels):
+    qkv, state = leaves(2, 16, HEADS, 64), torch.tensor([5, 0, 7, 0])[::2]
+    for _ in range(2):  # checked, then known
+        kernels.clear()
+        out = flash_attn_func(*qkv, 0.5, rng_state=state)
+        torch.autograd.grad(out, qkv, out)
+        found = [x for given in kernels for x in given if getattr(x, "dtype", None) == torch.int64]
+        assert len(found) >= 2 and all(x.tolist() == [5, 7] and x.is_contiguous() for x in found)
+
+
 BAD = {
     "bool": ("window", {"window_size": (True, 2)}, r"^window_size: expected ints"),
     "float": ("window", {"window_size": (5.0, 2)}, r"^window_size: expected ints"),

@@ -21,6 +21,7 @@ from tl_attention import (
     mha_fwd_interface,
 )
 from tl_attention.api import kvcache
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.costs import costs_of
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, OPTION_ARGUMENTS
@@ -291,6 +292,23 @@ def test_known_calls_hold_no_tensor_and_are_bounded(kernels, monkeypatch):
     del qkv, lengths, slopes, sink, asked, out
     gc.collect()
     assert not any(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("longest", [(128, 129), (192, 193), (1024, 1025), (4096, 4097)])
+def test_the_config_of_a_packed_backward_does_not_follow_earlier_calls(longest, kernels, monkeypatch):
+    """Lengths of keys on both sides of the limit of a bucket, below longer queries."""
+    picked = []
+    pick_config = launch.common.configs.pick_config
+    monkeypatch.setattr(
+        launch.common.configs, "pick_config", lambda *x: picked.append(x[1]) or pick_config(*x)
+    )
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (16, 12))
+    q, k, v = leaves(16, 4, 64)[0], *leaves(12, 2, 64)[1:]
+    for keys in longest:
+        out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 8192, keys)
+        picked.clear()
+        torch.autograd.grad(out, (q, k, v), out)
+        assert picked == [bwd_bucket(False, 4, 2, keys)]
 
 
 def test_each_thread_has_its_own_known_calls(kernels, checks):

@@ -138,6 +138,38 @@ def test_calls_see_new_values_and_metadata_of_captured_tensors(qkv):
         flex_attention(*qkv, score_mod)
 
 
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda x: x.shape[1] // 2,
+        lambda x: x.size(-1) // 2,
+        lambda x: len(x[0]) // 2,
+        lambda x: x.numel() // 4,
+    ],
+)
+def test_calls_see_new_sizes_that_a_function_reads(middle, qkv):
+    q, k, v = (x[:1, :2] for x in qkv)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for length in (600, 900, 600):
+        bias = torch.randn(2, length)
+        out = flex_attention(q, k, v, lambda s, b, h, i, j, x=bias: s + x[h, i - j + middle(x)])
+        assert_close(out, expected((q, k, v), bias[:, distance + length // 2][None]))
+
+
+def test_block_masks_see_new_sizes_that_their_function_reads(qkv):
+    """Lists made for a smaller size go on to hide what they do not list."""
+    held = [torch.zeros(100)]
+    mask = create_block_mask(
+        lambda b, h, i, j: (i - j).abs() < held[0].shape[0], None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=32
+    )
+    listed = mask.to_dense()[0, 0].bool().repeat_interleave(32, 0).repeat_interleave(32, 1)
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    for length in (100, LENGTH):
+        held[0] = torch.zeros(length)
+        bias = torch.where(listed & (distance < length), 0.0, -torch.inf)
+        assert_close(flex_attention(*qkv, block_mask=mask), expected(qkv, bias))
+
+
 def test_calls_see_new_numbers_functions_and_globals(qkv, monkeypatch):
     state = {"scale": 0.5, "inner": lambda x: x}
 

@@ -466,11 +466,14 @@ def test_checks_run_once_per_metadata():
     assert len(calls) == 4
 
 
+SLOPES, ROTATED = torch.ones(4), NEW | ROTARY
 EQUAL = {
     "scale": ({"softmax_scale": 1.0}, {"softmax_scale": True}, ValueError, "softmax_scale: expected a finite number.*got True"),
     "softcap": ({"softcap": 1.0}, {"softcap": True}, ValueError, "softcap: expected 0 for no cap.*got True"),
     "window": ({"window_size": (1, 0)}, {"window_size": (True, 0)}, TypeError, "window_size: expected ints.*got True"),
     "lse": ({"return_softmax_lse": True}, {"return_softmax_lse": 1}, TypeError, "return_softmax_lse: expected a bool, got 1"),
+    "slopes": ({"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES.clone().requires_grad_()}, NotImplementedError, "alibi_slopes: .*grad=T"),
+    "cos": (ROTATED, ROTATED | {"rotary_cos": zeros(32, 16).requires_grad_()}, NotImplementedError, "rotary_cos: .*grad=True"),
 }  # fmt: skip
 
 

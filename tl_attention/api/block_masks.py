@@ -104,11 +104,15 @@ class Origin(NamedTuple):
     """Mask that the lists of a BlockMask were made from.
 
     Args:
-        key: everything that mask_mod captured then, by Captures; None if that cannot be compared.
+        key: everything that mask_mod captured then, by Captures, and the sizes of tensors; None if that cannot be compared.
     """
 
     mask_mod: Callable[..., Any]
     key: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, mask_mod: Callable[..., Any], captures: Captures | None) -> Origin:
+        return cls(mask_mod, None if captures is None else (captures.key, captures.sizes))
 
 
 def origin_of_lists(block_mask: BlockMask) -> Origin | None:
@@ -168,7 +172,7 @@ def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_bloc
         BLOCK_SIZE=(blocks.block_q, blocks.block_k),
         mask_mod=mask_mod,
     )
-    _made[made] = Origin(mask_mod, None if captures is None else captures.key), ListsState(made)
+    _made[made] = Origin.of(mask_mod, captures), ListsState(made)
     return made
 
 

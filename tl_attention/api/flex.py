@@ -42,11 +42,11 @@ from tl_attention.checks.flex import (
     check_group,
     check_no_options,
     check_not_transformed,
-    check_order,
     check_sizes,
     check_value_width,
     expand_batch,
     has_wide_values,
+    no_second_order,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
@@ -452,6 +452,22 @@ def _is_recorded() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+class _Once(torch.autograd.Function):
+    """Gradients that refuse to be differentiated, where a backward is recorded (create_graph=True)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, names: Names, number: int, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """names: of the caller. tensors: `number` gradients, then what they depend on."""
+        ctx.names = names
+        return tuple(None if x is None else x.detach() for x in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> NoReturn:
+        raise no_second_order(ctx.names.function)
+
+
 class _Shapes(torch.autograd.Function):
     """Results and gradients of fake tensors."""
 
@@ -465,14 +481,17 @@ class _Shapes(torch.autograd.Function):
             out = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
         ctx.save_for_backward(q)
+        ctx.names = FLEX_NAMES if heads_first else FLASH_NAMES
         return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
-        check_order("flex_attention", dout, dlse)
         (q,) = ctx.saved_tensors
         asked = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
-        return None, *(q.new_empty(shape, dtype=dtype) if needs else None for (shape, dtype), needs in asked)
+        grads = [q.new_empty(shape, dtype=dtype) if needs else None for (shape, dtype), needs in asked]
+        if torch.is_grad_enabled():
+            grads = _Once.apply(ctx.names, len(grads), *grads, dout, dlse, q)
+        return None, *grads
 
 
 def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -545,7 +564,7 @@ class _Flex(torch.autograd.Function):
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
             return *[None] * 7, *grads
-        check_order((FLEX_NAMES if heads_first else FLASH_NAMES).function, dout, dlse)
+        given = dout, dlse
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
@@ -560,7 +579,11 @@ class _Flex(torch.autograd.Function):
             found = dict(zip(("q", "k", "v", *program.learned), (*rows, *sums), strict=True))
         for i in program.learned:
             grads[i] = found[i].to(tensors[i].dtype)
-        return *[None] * 4, found["q"], found["k"], found["v"], *grads
+        grads = [found["q"], found["k"], found["v"], *grads]
+        if torch.is_grad_enabled():
+            names = FLEX_NAMES if heads_first else FLASH_NAMES
+            grads = _Once.apply(names, len(grads), *grads, *given, q, k, v, *tensors)
+        return *[None] * 4, *grads
 
 
 # Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them

@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
     if unknown:
         raise unknown_keyword(flash_attn_with_kvcache, unknown)
     if torch.is_grad_enabled():
-        check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+        check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink, alibi_slopes, rotary_cos, rotary_sin)
     if return_softmax_lse is not False:
         expect_bool("return_softmax_lse", return_softmax_lse)
     sink = learnable_sink

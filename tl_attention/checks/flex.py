@@ -137,12 +137,11 @@ def check_no_options(request: Request) -> None:
             )
 
 
-def check_order(function: str, *grads: torch.Tensor | None) -> None:
-    """Refuse the gradient of a gradient. function: as in check_not_transformed."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
-        raise NotImplementedError(
-            f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
-        )
+def no_second_order(function: str) -> NotImplementedError:
+    """Error of a gradient of a gradient. function: as in check_not_transformed."""
+    return NotImplementedError(
+        f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
+    )
 
 
 def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

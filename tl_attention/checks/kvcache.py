@@ -46,12 +46,24 @@ def cache_capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> i
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
+_WITHOUT_GRADIENT = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "k",
+    "v",
+    "learnable_sink",
+    "alibi_slopes",
+    "rotary_cos",
+    "rotary_sin",
+)
+
+
 def check_no_gradient(*tensors: torch.Tensor | None) -> None:
-    """Refuse gradients of q, k_cache, v_cache, k, v and learnable_sink, passed in this order."""
+    """Refuse gradients of the tensors of _WITHOUT_GRADIENT, passed in this order."""
     for x in tensors:
         if x is not None and getattr(x, "requires_grad", False):
-            position = next(i for i, y in enumerate(tensors) if y is x)
-            name = ("q", "k_cache", "v_cache", "k", "v", "learnable_sink")[position]
+            name = next(name for name, y in zip(_WITHOUT_GRADIENT, tensors, strict=True) if y is x)
             raise NotImplementedError(
                 f"{name}: expected a tensor that needs no gradient, as attention to a cache has no backward, got requires_grad=True; use"
                 " flash_attn_func, or torch.no_grad()"

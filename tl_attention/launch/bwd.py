@@ -369,7 +369,7 @@ def backward(
     partial = partial and q.dtype != torch.float32
     key = _plan_key(*tensors, *layout)
     if options is not None:
-        key = (*key, *options.key, options.max_seqlen_q_rounded, options.longest_rounded)
+        key = (*key, *options.key, options.max_seqlen_q_rounded, options.max_seqlen_k_rounded)
     if traced is not None or dq is not None or partial:
         key = (*key, traced and traced.program, None if dq is None else dq.stride(), partial)
     plan = plan_cache.plans.get(key) if config is None else None

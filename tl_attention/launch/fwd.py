@@ -48,7 +48,7 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     length_bucket,
 )
-from tl_attention.problem.options import Options, as_stored
+from tl_attention.problem.options import Options, as_stored, writing
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import sm_count
 
@@ -463,7 +463,10 @@ def forward(
             return forward(*pad_columns(q, k, v), *layout, out=out, lse=lse, **others)
         padded, lse = forward(*pad_columns(q, k, v), *layout, **others)
         result = cut_columns(padded, v.shape[-1])
-        return result if out is None else out.copy_(result), lse
+        if out is None:
+            return result, lse
+        with writing(out):
+            return out.copy_(result), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             layout = softmax_scale, causal, lse_base2, heads_first, config
@@ -484,7 +487,8 @@ def forward(
             if options.varlen:
                 behind = torch.arange(lse.shape[-1], device=lse.device) >= options.cu_seqlens_q[-1]
                 lse.masked_fill_(behind, -math.inf)
-        return out.zero_(), lse
+        with writing(out):
+            return out.zero_(), lse
     if q.requires_grad or k.requires_grad or v.requires_grad:
         build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
     plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added)

@@ -181,9 +181,14 @@ class Options:
         return rounded_length(self.max_seqlen_q)
 
     @functools.cached_property
+    def max_seqlen_k_rounded(self) -> int:
+        """max_seqlen_k rounded up likewise. The limits of buckets, such as 192, are lengths of this form."""
+        return rounded_length(self.max_seqlen_k)
+
+    @property
     def longest_rounded(self) -> int:
         """The larger one of max_seqlen_q and max_seqlen_k, rounded up likewise."""
-        return rounded_length(max(self.max_seqlen_q, self.max_seqlen_k))
+        return max(self.max_seqlen_q_rounded, self.max_seqlen_k_rounded)
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from tl_attention.problem.options import (
     parse_arguments,
     rows_in_use,
     saveable,
+    writing,
 )
 from tl_attention.reference import (
     attention_backward_reference,
@@ -199,7 +200,8 @@ def launch_forward(
     out, lse = launch.forward(q, k, v, *layout, **others)
     if options is not None and options.seqused_q is not None:
         unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
-        out.masked_fill_(unused[:, None, None], 0)
+        with writing(out):
+            out.masked_fill_(unused[:, None, None], 0)
         lse.masked_fill_(unused, -math.inf)
     return out, lse
 

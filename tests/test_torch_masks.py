@@ -286,14 +286,21 @@ def test_torch_masks_other_calls_are_those_of_pytorch(handle, calls):
     assert_close(out, F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask))
 
 
-@pytest.mark.parametrize(("forward", "place"), [("efficient_forward", 2), ("cudnn_forward", 6)])
-def test_seed_of_a_forward_of_pytorch_is_not_ours(forward, place, monkeypatch):
-    """Without dropout PyTorch's seed is memory that nobody has written: it may be that of a freed seed of ours."""
+@pytest.mark.parametrize(("name", "place"), [("efficient", 2), ("cudnn", 6)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_torch_masks_seed_of_a_forward_of_pytorch(name, place, dropout_p, monkeypatch):
+    """Without dropout it is memory that nobody has written: it may be that of a freed seed of ours. With dropout the backward of PyTorch
+    reads it, whatever it is.
+    """
     monkeypatch.setattr(torch_masks, "_served", lambda *_: None)
     seed = torch.tensor(torch_masks.OURS)
     passed_on = [None] * 9
     passed_on[place] = seed
     x = torch.zeros(1, 1, 8, 64)
-    arguments = (None, None, x, x, x, None, True)
-    result = getattr(torch_masks, forward)(lambda *_, **__: tuple(passed_on), *arguments[1:])
-    assert result[place] is seed and not torch_masks._is_ours(seed)
+    forward, backward = (getattr(torch_masks, f"{name}_{part}") for part in ("forward", "backward"))
+    result = forward(lambda *_, **__: tuple(passed_on), None, x, x, x, None, True, dropout_p)
+    assert result[place] is seed and seed.item() == (torch_masks.OURS if dropout_p else 0)
+    last = [dropout_p, [True] * 4] if name == "efficient" else [None, None, 8, 8, dropout_p, False]
+    bias = [None] if name == "efficient" else []
+    saved = [*bias, x, x, seed, seed, *([] if bias else [None]), *last]
+    assert backward(lambda *_, **__: "theirs", None, x, x, x, x, *saved) == "theirs"

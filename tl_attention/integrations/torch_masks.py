@@ -124,7 +124,7 @@ def efficient_forward(
     call = query, key, value, attn_bias, dropout_p, is_causal
     result = _served(SDPBackend.EFFICIENT_ATTENTION, *call, scale)
     if result is None:
-        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_EFFICIENT)
+        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_EFFICIENT, dropout_p)
     out, lse = result
     rows = query.shape[2]
     padding = -rows % LSE_ROWS
@@ -152,7 +152,7 @@ def efficient_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """aten::_scaled_dot_product_efficient_attention_backward: gradients of query, key, value, and of the mask if it is asked for."""
     tensors = grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset
-    if not _is_ours(philox_seed):
+    if not _is_ours(philox_seed, dropout_p):
         return original(keys, *tensors, dropout_p, grad_input_mask, is_causal, scale=scale)
     lse = logsumexp[..., : query.shape[2]].contiguous()
     if attn_bias is None:
@@ -179,7 +179,7 @@ def cudnn_forward(
     call = query, key, value, _four_dims(attn_bias), dropout_p, is_causal
     result = None if return_debug_mask else _served(SDPBackend.CUDNN_ATTENTION, *call, scale)
     if result is None:
-        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN)
+        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN, dropout_p)
     out, lse = result
     if query.stride(1) >= query.stride(2):
         out = out.contiguous()
@@ -208,7 +208,7 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_cudnn_attention_backward: gradients of query, key and value."""
-    if not _is_ours(philox_seed):
+    if not _is_ours(philox_seed, dropout_p):
         tensors = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias
         lengths = cum_seq_q, cum_seq_k, max_q, max_k
         return original(keys, *tensors, *lengths, dropout_p, is_causal, scale=scale)
@@ -232,17 +232,21 @@ def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
-def _not_ours(result: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-    """Result of a forward of PyTorch. Its seed becomes 0: without dropout it is memory that nobody has written, and may be OURS."""
+def _not_ours(result: tuple[Any, ...], seed: int, dropout_p: float) -> tuple[Any, ...]:
+    """Result of a forward of PyTorch. Without dropout its seed is memory that nobody has written, and may be OURS: it becomes 0."""
     LOG.debug("scaled_dot_product_attention -> PyTorch's own kernel")
-    if result[seed].device.type == "cpu":
+    if not dropout_p and result[seed].device.type == "cpu":
         result[seed].zero_()
     return result
 
 
-def _is_ours(seed: torch.Tensor | None) -> bool:
-    """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran."""
-    return seed is not None and seed.device.type == "cpu" and seed.numel() == 1 and seed.item() == OURS
+def _is_ours(seed: torch.Tensor | None, dropout_p: float) -> bool:
+    """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran. With dropout none is: a generator may have
+    OURS as its seed.
+    """
+    if dropout_p or seed is None or seed.device.type != "cpu":
+        return False
+    return seed.numel() == 1 and seed.item() == OURS
 
 
 def _served(

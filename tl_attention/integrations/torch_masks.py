@@ -181,9 +181,8 @@ def cudnn_forward(
     if result is None:
         return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN, dropout_p)
     out, lse = result
-    if query.stride(1) >= query.stride(2):
-        out = out.contiguous()
-    return out, lse[..., None], None, None, query.shape[2], key.shape[2], *_seed_and_offset(), None
+    others = None, None, query.shape[2], key.shape[2], *_seed_and_offset(), None
+    return with_strides_of(out, query), lse[..., None], *others
 
 
 def cudnn_backward(
@@ -218,13 +217,20 @@ def cudnn_backward(
     else:
         bias = _four_dims(attn_bias)
         grads = _backward(grad_out, query, key, value, bias, out, lse, scale, False)[:3]
-    return tuple(_like(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
+    return tuple(with_strides_of(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
 
 
-def _like(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """x with the strides of torch.empty_like(template)."""
-    strides = torch.empty_like(template, device="meta").stride()
-    return x if x.stride() == strides else torch.empty_like(template).copy_(x)
+def with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """x, copied if its strides differ from those that compiled code assumes: of torch.empty_like(template), or for fewer columns those of a
+    dense tensor with the order of the template's dimensions.
+    """
+    if x.shape == template.shape:
+        like = torch.empty_like(template, device="meta")
+    else:
+        order = sorted(range(x.ndim), key=template.stride, reverse=True)
+        like = torch.empty_permuted(x.shape, order, device="meta")
+    same = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True))
+    return x if same else torch.empty_like(like, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:

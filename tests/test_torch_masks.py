@@ -139,6 +139,18 @@ def test_torch_masks_backward_runs_where_the_forward_ran():
         assert found == "theirs"
 
 
+def test_torch_masks_backward_in_a_cuda_graph_runs_where_the_forward_ran(monkeypatch):
+    """Compiled code with CUDA graphs takes no outputs on the CPU, and a seed on the GPU, here on meta, cannot be read."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    seed, offset = torch_masks._seed_and_offset(torch.device("meta"))
+    for x in (seed, offset):
+        assert (x.shape, x.dtype, x.device.type) == ((), torch.int64, "meta")
+    theirs = torch.empty((), dtype=torch.int64, device="meta")
+    assert torch_masks._is_ours(seed, 0.0)
+    assert not torch_masks._is_ours(seed, 0.1) and not torch_masks._is_ours(theirs, 0.0)
+
+
 OTHERS = {
     "no mask, top-left": {"attn_bias": None, "is_causal": True, "query": torch.zeros(1, 2, 5, 8).bfloat16()},
     "dropout": {"dropout_p": 0.1},

@@ -31,6 +31,9 @@ LOG = logging.getLogger(__name__)
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 FLASH = int(SDPBackend.FLASH_ATTENTION)
 OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
+PLACE = (
+    2  # of that seed in its memory in CUDA graph capture, at a multiple of 16 bytes as compiled code assumes
+)
 SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
@@ -129,7 +132,7 @@ def efficient_forward(
     rows = query.shape[2]
     padding = -rows % LSE_ROWS
     lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if compute_log_sumexp else lse[..., :0]
-    return out, lse, *_seed_and_offset()
+    return out, lse, *_seed_and_offset(query.device)
 
 
 def efficient_backward(
@@ -181,7 +184,7 @@ def cudnn_forward(
     if result is None:
         return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN, dropout_p)
     out, lse = result
-    others = None, None, query.shape[2], key.shape[2], *_seed_and_offset(), None
+    others = None, None, query.shape[2], key.shape[2], *_seed_and_offset(query.device), None
     return with_strides_of(out, query), lse[..., None], *others
 
 
@@ -233,8 +236,13 @@ def with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     return x if same else torch.empty_like(like, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset of a forward of this package, which has no dropout: on the CPU, as PyTorch's without dropout."""
+def _seed_and_offset(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset of a forward of this package, which has no dropout: where PyTorch has its own, on the CPU, and in CUDA graph capture
+    on the GPU. A value cannot be read there: the seed's place in its memory says that it is ours.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        memory, offset = (torch.empty(shape, dtype=torch.int64, device=device) for shape in (PLACE + 1, ()))
+        return memory[PLACE], offset
     return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
@@ -250,9 +258,9 @@ def _is_ours(seed: torch.Tensor | None, dropout_p: float) -> bool:
     """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran. With dropout none is: a generator may have
     OURS as its seed.
     """
-    if dropout_p or seed is None or seed.device.type != "cpu":
+    if dropout_p or seed is None or seed.numel() != 1:
         return False
-    return seed.numel() == 1 and seed.item() == OURS
+    return seed.item() == OURS if seed.device.type == "cpu" else seed.storage_offset() == PLACE
 
 
 def _served(

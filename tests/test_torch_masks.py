@@ -30,10 +30,10 @@ def refused(*_, **__):
     raise AssertionError("PyTorch's kernel was called")
 
 
-def assert_close(found, expected, tolerance=0.02):
-    """Assert equality within 2 % of the largest magnitude, or 1e-5 for fp32."""
+def assert_close(found, expected, tolerance=None):
+    """Assert equality within a fraction of the largest magnitude: by default 2 %, or 1e-5 for fp32."""
     assert found.shape == expected.shape
-    tolerance = 1e-5 if found.dtype == torch.float32 else tolerance
+    tolerance = tolerance or (1e-5 if found.dtype == torch.float32 else 0.02)
     assert (found.double() - expected.double()).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -63,10 +63,18 @@ def test_torch_masks_match_the_formula(shape, dtype):
     assert cudnn[1].shape == (BATCH, HEADS, ROWS, 1) and cudnn[0].is_contiguous()
 
 
-def test_torch_masks_without_log_sum_exp():
-    q, k, v = inputs()
-    mask = torch.zeros(BATCH, HEADS, ROWS, KEYS)
-    assert torch_masks.efficient_forward(refused, None, q, k, v, mask, False)[1].shape == (BATCH, HEADS, 0)
+def test_torch_masks_gradient_of_a_mask_alone():
+    """PyTorch asks for no log-sum-exp then, and its backward reads it all the same."""
+    q, k, v = (x.detach() for x in inputs())
+    mask = torch.randn(BATCH, HEADS, ROWS, KEYS)
+    out, lse, *rest = torch_masks.efficient_forward(refused, None, q, k, v, mask, False)
+    padded = torch_masks.efficient_forward(refused, None, q, k, v, mask, True)[1]
+    assert torch.equal(lse, padded[..., :ROWS])
+    saved = out, lse, *rest, 0.0, [False, False, False, True]
+    found = torch_masks.efficient_backward(refused, None, q, q, k, v, mask, *saved)[3]
+    exact = mask.double().requires_grad_()
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), exact)
+    assert_close(found, torch.autograd.grad(expected, exact, q.double())[0], 0.02)
 
 
 @pytest.mark.parametrize("shape", [(ROWS, KEYS), (BATCH, ROWS, KEYS)], ids=str)

@@ -122,16 +122,18 @@ def efficient_forward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset."""
+    """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset.
+
+    Where PyTorch asks for no log-sum-exp it is not padded: the backward of a mask that alone needs a gradient reads it.
+    """
     arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
     call = query, key, value, attn_bias, dropout_p, is_causal
     result = _served(SDPBackend.EFFICIENT_ATTENTION, *call, scale)
     if result is None:
         return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_EFFICIENT, dropout_p)
     out, lse = result
-    rows = query.shape[2]
-    padding = -rows % LSE_ROWS
-    lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if compute_log_sumexp else lse[..., :0]
+    if compute_log_sumexp:
+        lse = torch.nn.functional.pad(lse, (0, -query.shape[2] % LSE_ROWS), value=torch.inf)
     return out, lse, *_seed_and_offset(query.device)
 
 

@@ -12,6 +12,7 @@ import torch
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks.common import expect_scale
 from tl_attention.checks.fp32 import check_precision
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations import torch_masks
 from tl_attention.integrations.torch_masks import with_strides_of
 from tl_attention.problem.options import Options, canonical_window
@@ -20,6 +21,12 @@ from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.ops import run_backward_op
 
 NAME = "tl_attention"
+_NAMES = Renaming(
+    {
+        "q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal",
+        "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
+    }
+)  # fmt: skip
 _active: Handle | None = None  # whose kernels replace PyTorch's
 
 
@@ -227,13 +234,15 @@ def flash_forward(
         "rng_state": state if dropout_p else None,
         "num_splits": num_splits or 0,
     }
+    function, tensors = flash_attn_func, (query, key, value)
+    if varlen:
+        function, tensors = flash_attn_varlen_func, (*tensors, cum_seq_q, cum_seq_k, max_q, max_k)
+        options |= {"seqused_k": seqused_k, "block_table": block_table}
     with torch.no_grad():
-        if not varlen:
-            out, lse, _ = flash_attn_func(query, key, value, **options)
-        else:
-            lengths = cum_seq_q, cum_seq_k, max_q, max_k
-            options |= {"seqused_k": seqused_k, "block_table": block_table}
-            out, lse, _ = flash_attn_varlen_func(query, key, value, *lengths, **options)
+        try:
+            out, lse, _ = function(*tensors, **options)
+        except ARGUMENT_ERRORS as error:
+            raise _NAMES.of(error) from None
     return with_strides_of(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
 
 

@@ -89,6 +89,18 @@ def check_no_forward_ad(function: str) -> None:
         )
 
 
+def check_no_transforms(function: str) -> None:
+    """Raise NotImplementedError inside torch.func and forward-mode differentiation, which see no message between ranks."""
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
+        raise NotImplementedError(
+            f"{function}: expected a call outside torch.func (vmap, grad, jvp) and {FORWARD_MODE}, as ranks exchange no tangents and no"
+            " samples, got one inside; call .backward(), and make a vmapped dimension part of the batch"
+        )
+
+
 def refuse_vmap(function: str) -> None:
     raise NotImplementedError(
         f"{function}: expected a call outside torch.vmap, as it would copy keys or outputs, got one inside; use its batch dimension"

@@ -85,7 +85,8 @@ def attention(
             softmax_lse is [batch, heads, rows], or [heads, rows] with cu_seqlens, fp32, natural log. As in flash_attn_func a query that
             sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
     Raises:
-        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks.
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks. Transforms of
+            torch.func and forward-mode differentiation are refused.
     """
 
 @overload

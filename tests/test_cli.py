@@ -158,6 +158,29 @@ def test_doctor_lists_findings_and_advice(capsys, monkeypatch):
     assert "pip install triton" in out
 
 
+@pytest.mark.parametrize("found", [None, object()])
+def test_doctor_says_what_optional_packages_are_for(found, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: found)
+    checks = {name: check for _, name, check in doctor.CHECKS}
+    for name in ("triton", "fa2", "fa3", "fa4", "flashinfer"):
+        good, text = checks[name]()
+        assert "; only for benchmarks" in text
+        assert good != text.startswith("not installed; ")
+    assert "for pictures of masks" in checks["matplotlib"]()[1]
+
+
+def test_support_has_a_line_per_group_of_dtypes(capsys, monkeypatch):
+    monkeypatch.setattr(printed, "columns", lambda: 80)
+    assert cli.main(["support"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "  backward                bf16, fp16, fp32-high: every width\n"
+        + " " * 26
+        + "fp32-highest: d64, d128\n"
+        in out
+    )
+
+
 def test_doctor_counts_the_rows_of_each_direction(monkeypatch, tmp_path):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
     path, _ = configs.tuned_paths(DEFAULT_GPU)

@@ -496,19 +496,25 @@ def support(arguments: argparse.Namespace) -> int:
         print(text.as_json(rows))
         return 0
     names = list(next(iter(rows.values())))
-    if arguments.markdown:
-        print(f"| option | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|", sep="\n")
-        for option, cells in rows.items():
-            print(f"| {option} | {' | '.join(cells.values())} |")
-        return 0
     alike: dict[tuple[str, ...], list[str]] = {}
     for option, cells in rows.items():
         alike.setdefault(tuple(cells.values()), []).append(option)
+    if arguments.markdown:
+        print(f"| options | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|", sep="\n")
+        for cells, options in alike.items():
+            print(f"| {', '.join(options)} | {' | '.join(cells)} |")
+        return 0
+    widest = max(qk for qk, _ in tile_widths("fwd", DEFAULT_DTYPE))
+    words = "Dtypes and widths with kernels, by options and pass. A head dim takes the next width, zeros in its other columns;"
+    print(text.filled(f"{words} every width: up to {widest}."))
     width = max(map(len, names)) + 4
     for cells, options in alike.items():
-        print(text.filled(", ".join(options)))
+        print("", text.filled(", ".join(options)), sep="\n")
         for name, cell in zip(names, cells, strict=True):
-            print(text.filled(cell, f"  {name}".ljust(width), " " * width))
+            first, *others = cell.split("; ")
+            print(text.filled(first, f"  {name}".ljust(width), " " * width))
+            for other in others:
+                print(text.filled(other, " " * width, " " * width))
     return 0
 
 
@@ -517,7 +523,7 @@ def support_rows() -> dict[str, dict[str, str]]:
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
     rows = {}
     for options in (*((option,) for option in OPTIONS), OPTIONS):
-        option = "all at once" if options == OPTIONS else options[0]
+        option = "all of these at once" if options == OPTIONS else options[0]
         rows[option] = {name: _support(options, direction) for direction, name in names.items()}
     all_but_dropout = tuple(option for option in OPTIONS if option != "dropout")
     rows["all but dropout, keys in pages"] = dict.fromkeys(names.values(), "none") | {

@@ -81,7 +81,8 @@ def flash_attn_func(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
@@ -216,7 +217,8 @@ def flash_attn_kvpacked_func(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
@@ -327,7 +329,8 @@ def flash_attn_qkvpacked_func(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
@@ -458,7 +461,8 @@ def flash_attn_varlen_func(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
@@ -630,7 +634,8 @@ def flash_attn_varlen_kvpacked_func(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
@@ -763,7 +768,8 @@ def flash_attn_varlen_qkvpacked_func(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
@@ -920,7 +926,8 @@ def flash_attn_with_kvcache(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.

@@ -56,7 +56,8 @@ def attention(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
         window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
             diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.

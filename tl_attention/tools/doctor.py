@@ -126,7 +126,7 @@ def _check_pack() -> tuple[bool | str, str]:
         others = f"the other {kernels - covered} are compiled on a first call, by TileLang and nvcc"
         return (
             PARTLY,
-            f"{text}: {others}; pip install 'tl-attention[kernels]', or build it with `tl-attention pack`",
+            f"{text}: {others}; {pack.REMEDY}",
         )
     return True, text
 

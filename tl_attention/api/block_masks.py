@@ -10,13 +10,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tl_attention.checks.common import expect_bool
 from tl_attention.checks.flex import LISTS, check_captured_sizes
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.masks import (
     check_blocks,
     check_count,
@@ -63,6 +64,7 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
+    **unknown: NoReturn,
 ) -> BlockMask:
     """Create the BlockMask of a mask_mod: parameters, their order and the result are those of torch's create_block_mask.
 
@@ -89,6 +91,8 @@ def create_block_mask(
         TypeError, ValueError, NotImplementedError: which argument, or which operation of mask_mod, what was expected and what came.
     Source: Dong et al. 2024 (FlexAttention) for the format.
     """
+    if unknown:
+        raise unknown_keyword(create_block_mask, unknown)
     check_mask_function(mask_mod)
     expect_bool("separate_full_blocks", separate_full_blocks)
     expect_bool("compute_dq_write_order", compute_dq_write_order)
@@ -307,7 +311,7 @@ def causal(
 def sliding_window(
     seqlen_q: int,
     seqlen_k: int,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,

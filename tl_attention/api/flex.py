@@ -47,6 +47,7 @@ from tl_attention.checks.flex import (
     expand_batch,
     has_wide_values,
     no_second_order,
+    warn_about_mask_of_numbers,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
@@ -382,6 +383,8 @@ def _prepare(request: Request, differentiate: bool, captures: Captures | None) -
     score_mod, mask_mod, block_mask, attn_bias = request.functions
     query, key, expands, names = check_request(request)
     check_device_or_warn(query, traced=False)
+    if attn_bias is not None:
+        warn_about_mask_of_numbers(attn_bias)
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):

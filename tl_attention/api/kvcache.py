@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -268,7 +268,7 @@ def _workspace_bytes(
 def _look_up(
     tensors: Sequence[torch.Tensor | None],
     values: tuple,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     seqlens: type,
 ) -> tuple[_KnownCall | None, tuple | None]:
     """(known, signature): what is kept of an earlier call with this signature, or None; None: the call has no signature.

@@ -60,7 +60,7 @@ def check_device(device: Any) -> torch.device:
 
 
 def check_window_pair(window_size: Any) -> tuple[int, int]:
-    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
     if not is_pair or not all(is_int(x) and x >= -1 for x in window_size):
         raise ValueError(
             f"window_size: expected (left, right), ints of at least 0, or -1 for no bound, got {describe(window_size)}; pass"

@@ -117,10 +117,13 @@ def warn_about_cpu() -> None:
     if torch.compiler.is_compiling() or _warned_about_cpu:
         return
     _warned_about_cpu = True
+    warn_caller("tl_attention: CPU tensors run the plain PyTorch reference, which is slow")
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line of the caller outside the package."""
     caller = 1
     # torch._compile and torch._dynamo wrap the kernels of ops
     while sys._getframe(caller).f_globals["__name__"].startswith(INNER_MODULES):
         caller += 1
-    warnings.warn(
-        "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1
-    )
+    warnings.warn(text, stacklevel=caller + 1)

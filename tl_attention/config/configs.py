@@ -444,7 +444,7 @@ def choose_from_tables(
         )
         key = next((key for key in (own, *others) if key in rows), None)
         if key is None:
-            if near == bucket:
+            if near == bucket and path.exists():
                 misses.append(f"{path} has no {section} row {own!r}")
             continue
         try:

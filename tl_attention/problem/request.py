@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     causal: bool
     deterministic: bool
     precision: Precision | None
-    window_size: tuple[int | None, int | None]
+    window_size: Sequence[int | None]
     softcap: float
     dropout_p: float
     alibi_slopes: torch.Tensor | None
@@ -59,7 +59,7 @@ def new_request(
     causal: bool = False,
     deterministic: bool = False,
     precision: Precision | None = None,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -36,11 +37,20 @@ def highest_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.fixture(scope="session")
+def new_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths without a folder; tmp_path makes one per test, and looks through those of all tests before it."""
+    root = tmp_path_factory.mktemp("caches")
+    return (root / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, new_folders: Iterator[Path]
+) -> None:
     """Point the cache of kernels and of tuned tables to a new folder; GPU tests keep the user's, whose kernels take minutes."""
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(next(new_folders)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

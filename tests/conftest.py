@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from seeds import commit_seed
 
 from tl_attention.problem.target import is_hopper
 
@@ -53,7 +54,23 @@ def own_cache(
         monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(next(new_folders)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def leave_some_in_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases of tests marked in_turn that another commit runs."""
+    cases = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("in_turn"):
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    others = {case for found in cases.values() for case in found} - {
+        found[(commit_seed() + i) % len(found)] for (_, count), found in cases.items() for i in range(count)
+    }
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-kernels"):
+        leave_some_in_turn(config, items)
     if is_hopper(0):
         for item in items:
             if item.get_closest_marker("gpu"):

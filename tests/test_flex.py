@@ -530,6 +530,7 @@ LOWERED = [
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 @pytest.mark.timeout(300)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(("name", "config"), LOWERED, ids=lambda x: str(x).replace(" ", "-"))
 def test_flex_kernels_compile_without_spills(name, config, tmp_path):
     if not toolkit.find_nvcc():

@@ -95,6 +95,7 @@ def load_tutorial():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_docs_tutorial_kernel_lowers(causal):
     source, smem = load_tutorial().lower(causal)

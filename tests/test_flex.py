@@ -582,6 +582,7 @@ def random_score_mod(seed: int, c: Captured):
     return score_mod
 
 
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_flex_random_functions_on_cpu(seed):
     c = Captured("cpu")

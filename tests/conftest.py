@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from seeds import commit_seed
 
 from tl_attention.problem.target import is_hopper
 
@@ -36,14 +38,39 @@ def highest_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.fixture(scope="session")
+def new_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths without a folder; tmp_path makes one per test, and looks through those of all tests before it."""
+    root = tmp_path_factory.mktemp("caches")
+    return (root / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, new_folders: Iterator[Path]
+) -> None:
     """Point the cache of kernels and of tuned tables to a new folder; GPU tests keep the user's, whose kernels take minutes."""
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(next(new_folders)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def leave_some_in_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases of tests marked in_turn that another commit runs."""
+    cases = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("in_turn"):
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    others = {case for found in cases.values() for case in found} - {
+        found[(commit_seed() + i) % len(found)] for (_, count), found in cases.items() for i in range(count)
+    }
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-kernels"):
+        leave_some_in_turn(config, items)
     if is_hopper(0):
         for item in items:
             if item.get_closest_marker("gpu"):

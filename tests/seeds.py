@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import subprocess
 from pathlib import Path
 
 
+@functools.cache
 def commit_seed() -> int:
     """Hash of the checked-out commit as a number, or the day where there is no git."""
     command = ["git", "rev-parse", "HEAD"]

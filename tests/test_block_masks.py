@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -197,16 +198,17 @@ def test_lists_hold_the_blocks(name, rows, step, of_keys):
             assert all((entry & 3 != SHOW_ALL) == (i < masked) for i, entry in enumerate(listed))
 
 
+@functools.cache
 def masks_with_bits(name):
     """(shown elements, lists with bits) of random lists with several mask_mods."""
-    shape, lengths, size = SHAPES[name]
+    (shape, lengths, size), found = SHAPES[name], []
     for mask_mod in (None, noop, lambda b, h, q, k: (q + b * 5) % 4 != k % 4):
         mask = random_lists(*shape, lengths, size, "cpu")
         mask.mask_mod = mask_mod or mask.mask_mod
         wanted, call = dense(mask, 2, HEADS), trace(None, mask.mask_mod, False)
         lists = block_lists(mask, 2, HEADS).with_bits(call)
-        yield wanted, lists
-        yield wanted, lists.with_bits_again(call)
+        found += [(wanted, lists), (wanted, lists.with_bits_again(call))]
+    return found
 
 
 @pytest.mark.parametrize(

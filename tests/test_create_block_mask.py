@@ -18,7 +18,7 @@ LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices", "full_q_num_blocks",
     "full_q_indices",
 )  # fmt: skip
-LENGTH = 1000
+LENGTH = 600
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -96,9 +96,9 @@ def masks(c: Captured) -> dict:
 
 NAMES = tuple(masks(Captured("cpu")))
 SHAPES = {
-    "square": (1000, 1000, 128, True),
-    "wide": (700, 1000, (64, 128), True),
-    "alike": (1000, 800, 128, False),
+    "square": (LENGTH, LENGTH, 128, True),
+    "wide": (420, LENGTH, (64, 128), True),
+    "alike": (LENGTH, 450, 128, False),
 }
 
 
@@ -171,17 +171,17 @@ def test_block_mask_refuses_a_number_out_of_range(far):
 
 def lengths_on(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens, lengths of prefixes)."""
-    return torch.tensor([0, 300, 301, 301, 700, 950], device=device), torch.tensor([5, 500], device=device)
+    return torch.tensor([0, 200, 201, 201, 450, 550], device=device), torch.tensor([5, 500], device=device)
 
 
 def constructed(cu_seqlens: torch.Tensor, prefixes: torch.Tensor) -> dict:
     ids = block_masks.document_ids(cu_seqlens, LENGTH)
     on = {"device": cu_seqlens.device}
     return {
-        "causal": block_masks.causal(LENGTH, 900, **on),
-        "window": block_masks.sliding_window(LENGTH, 900, (100, 30), **on),
-        "left": block_masks.sliding_window(LENGTH, 900, (30, -1), block_size=64, **on),
-        "right": block_masks.sliding_window(900, LENGTH, (-1, 30), **on),
+        "causal": block_masks.causal(LENGTH, 500, **on),
+        "window": block_masks.sliding_window(LENGTH, 500, (100, 30), **on),
+        "left": block_masks.sliding_window(LENGTH, 500, (30, -1), block_size=64, **on),
+        "right": block_masks.sliding_window(500, LENGTH, (-1, 30), **on),
         "no window": block_masks.sliding_window(LENGTH, LENGTH, (-1, -1), **on),
         "prefix": block_masks.prefix_lm(LENGTH, LENGTH, 333, **on),
         "prefixes": block_masks.prefix_lm(LENGTH, LENGTH, prefixes),
@@ -194,7 +194,7 @@ def constructed(cu_seqlens: torch.Tensor, prefixes: torch.Tensor) -> dict:
         ),
         "dilated": block_masks.dilated(LENGTH, LENGTH, 5, **on),
         "far dilated": block_masks.dilated(LENGTH, LENGTH, 300, causal=False, **on),
-        "chunks": block_masks.block_diagonal(LENGTH, 900, 200, **on),
+        "chunks": block_masks.block_diagonal(LENGTH, 500, 200, **on),
     }
 
 

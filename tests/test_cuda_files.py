@@ -96,6 +96,7 @@ def instances(name: str) -> list[str]:
 
 
 @pytest.mark.skipif(not toolkit.find_nvcc(), reason=toolkit.NO_NVCC)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_file_compiles_alone(name, tmp_path):
     from tilelang.contrib import cc, nvcc

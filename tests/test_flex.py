@@ -530,6 +530,7 @@ LOWERED = [
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 @pytest.mark.timeout(300)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(("name", "config"), LOWERED, ids=lambda x: str(x).replace(" ", "-"))
 def test_flex_kernels_compile_without_spills(name, config, tmp_path):
     if not toolkit.find_nvcc():
@@ -581,6 +582,7 @@ def random_score_mod(seed: int, c: Captured):
     return score_mod
 
 
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_flex_random_functions_on_cpu(seed):
     c = Captured("cpu")

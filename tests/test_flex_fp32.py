@@ -197,6 +197,7 @@ def test_flex_fp32_gradients_of_wide_heads_without_kernels_are_a_formula(monkeyp
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", FP32_DTYPES)
 def test_flex_fp32_configs_are_legal(dtype, direction):
@@ -248,6 +249,7 @@ def test_flex_fp32_functions_are_accurate(dtype):
     assert ("= tanhf(v" in code) == (dtype is None)
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("name", "direction", "precision", "width"),
     [

@@ -39,6 +39,7 @@ def dimensions(program) -> set[str]:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)).replace(" ", "_"))
 def test_grid_has_one_dimension(kind):
     assert dimensions(compiler.trace(*KINDS[kind])) <= {"blockIdx.x"}

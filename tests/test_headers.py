@@ -49,6 +49,7 @@ def test_a_source_without_wgmma_gets_no_headers(tmp_path):
 
 
 @pytest.mark.skipif(not toolkit.find_nvcc(), reason=toolkit.NO_NVCC)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("atomic", [False, True])
 def test_code_is_that_of_all_headers(atomic, tmp_path, monkeypatch):
     cubins, runs, run = [], [], subprocess.run

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "tl_attention"
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -40,9 +39,14 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.
 PRIVATE = re.compile("_[^_].*")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse((PACKAGE / path).read_text())
+
+
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """(line, full name) per name of the package that one of its files imports. Imports are absolute."""
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (
                 (node.lineno, alias.name) for alias in node.names if alias.name.startswith("tl_attention")
@@ -60,31 +64,32 @@ def room(name: str) -> str:
     return f"{first}.{rest[0]}" if first == "kernels" and rest[0] != "__init__" else first
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_layers_imports_go_down(path):
-    here = room(".".join(path.with_suffix("").parts))
-    for line, name in imported(path):
-        there = room(name)
-        down = here == there or FLOOR_OF[here] < FLOOR_OF[there]
-        assert down, (
-            f"tl_attention/{path}:{line} imports {name}: {here} may import what stands below it in FLOORS"
-        )
+def test_layers_imports_go_down():
+    """A file imports what stands below its folder in FLOORS."""
+    faults = []
+    for path in FILES:
+        here = room(".".join(path.with_suffix("").parts))
+        for line, name in imported(path):
+            if here != (there := room(name)) and FLOOR_OF[here] >= FLOOR_OF[there]:
+                faults.append(f"tl_attention/{path}:{line} imports {name}")
+    assert not faults
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_layers_private_names_stay_in_their_module(path):
-    modules = set()
-    for line, name in imported(path):
-        last = name.rpartition(".")[2]
-        if Path(*name.split(".")[1:]).with_suffix(".py") in FILES:
-            modules.add(last)
-        assert not PRIVATE.fullmatch(last), (
-            f"tl_attention/{path}:{line} imports {name}, which is private to its module"
-        )
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            private = f"{node.value.id}.{node.attr}, which is private to its module"
-            assert not PRIVATE.fullmatch(node.attr), f"tl_attention/{path}:{node.lineno} uses {private}"
+def test_layers_private_names_stay_in_their_module():
+    faults = []
+    for path in FILES:
+        modules = set()
+        for line, name in imported(path):
+            last = name.rpartition(".")[2]
+            if Path(*name.split(".")[1:]).with_suffix(".py") in FILES:
+                modules.add(last)
+            if PRIVATE.fullmatch(last):
+                faults.append(f"tl_attention/{path}:{line} imports {name}")
+        for node in ast.walk(tree_of(path)):
+            of_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if of_module and node.value.id in modules and PRIVATE.fullmatch(node.attr):
+                faults.append(f"tl_attention/{path}:{node.lineno} uses {node.value.id}.{node.attr}")
+    assert not faults
 
 
 def test_layers_import_warns_nothing_and_adds_no_machinery():

@@ -28,7 +28,9 @@ pytestmark = [
 ]
 
 
-SAMPLED = 8  # kernels beside one per template; each takes a core 5-20 s
+SAMPLED = (
+    8  # kernels beside one per template, of which one commit in three compiles each; they take a core 5-20 s
+)
 SHIPPED = manifest.shipped()
 COMMITTED = manifest.Manifest.read()
 
@@ -36,7 +38,8 @@ COMMITTED = manifest.Manifest.read()
 def pytest_generate_tests(metafunc):
     if "shipped_kernel" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-kernels")
-        names = list(SHIPPED) if everything else manifest.sample(SHIPPED, commit_seed(), SAMPLED)
+        seed = commit_seed()
+        names = list(SHIPPED) if everything else manifest.sample(SHIPPED, seed, SAMPLED)[seed % 3 :: 3]
         metafunc.parametrize("shipped_kernel", names)
 
 
@@ -233,6 +236,7 @@ def test_ctas_per_sm(registers, smem, threads, ctas):
     assert cubin.ctas_per_sm(registers, smem, threads) == ctas
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("hold_max", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_lowering_leaves_four_row_sums_per_thread(causal, hold_max):

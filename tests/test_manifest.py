@@ -34,7 +34,7 @@ SHIPPED = manifest.shipped()
 TRACED = manifest.traced_kernels()
 COMMITTED = Manifest.read()
 TEXTS = manifest.committed_texts()
-STEP = 13  # one kernel in so many is traced: some 60 CPU seconds
+STEP = 29  # one kernel in so many is traced: some 30 CPU seconds
 needs_tilelang = pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 
 
@@ -66,9 +66,12 @@ def test_manifest_has_the_text_of_the_kernel(traced_kernel):
     )
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_manifest_numbers_have_no_faults(name):
-    assert manifest.new_faults(name, SHIPPED[name], COMMITTED.kernels.get(name, {})) == []
+def test_manifest_numbers_have_no_faults():
+    found = {
+        name: manifest.new_faults(name, kernel, COMMITTED.kernels.get(name, {}))
+        for name, kernel in SHIPPED.items()
+    }
+    assert {name: texts for name, texts in found.items() if texts} == {}
 
 
 def test_manifest_is_of_the_pinned_compilers():
@@ -215,7 +218,7 @@ def test_samples_have_shadow_kernels_of_each_kind():
     kinds = {name.partition(": ")[0] for name in TRACED if ": " in name}
     assert len(kinds) == len(shadows.shadow_kernels())
     for names in (manifest.every(TRACED, STEP, seed) for seed in range(STEP)):
-        assert sum(": " in name for name in names) >= 10
+        assert sum(": " in name for name in names) >= 4
 
 
 @given(st.integers(min_value=0), st.integers(0, 12))

@@ -1,12 +1,14 @@
 """The hash of the manifest: a fault in one line of a kernel changes the hashes of the kernels that have it; names and bound values do not.
 
-Each edit is made in a copy of the folder of kernels, from which a few kernels are traced.
+Edits are made in a copy of the folder of kernels, from which a few kernels are traced: one of a forward, of a backward and of a
+decode at a time, as their files differ and each copy is parsed anew.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import re
 import shutil
 import sys
@@ -120,23 +122,32 @@ REFACTORINGS = {
 }
 
 
-def edited(edit: Edit, folder: Path) -> None:
-    """Make an edit in a folder. Raises LookupError if no file, or more than one, has the text."""
+def edited(edit: Edit, folder: Path) -> str:
+    """Make an edit in a folder; returns the folder of its file. Raises LookupError if no file, or more than one, has the text."""
     places = {path: text for path in folder.rglob("*.py") if re.search(edit.old, text := path.read_text())}
     if len(places) != 1:
         names = sorted(path.name for path in places)
         raise LookupError(f"{edit.old}: expected in one file of kernels/, got {names}; name today's line")
-    for path, text in places.items():
-        path.write_text(re.sub(edit.old, edit.new, text))
+    ((path, text),) = places.items()
+    path.write_text(re.sub(edit.old, edit.new, text))
+    return path.relative_to(folder).parts[0]
+
+
+def groups(edits: dict[str, Edit]) -> list[tuple[str, ...]]:
+    """Names of edits: the first of each pass, the second of each, and so on."""
+    by_pass = [[name for name in edits if name.startswith(x)] for x in ("forward", "backward", "decode")]
+    return [tuple(filter(None, names)) for names in itertools.zip_longest(*by_pass)]
 
 
 @pytest.fixture
 def hashes_of(tmp_path, monkeypatch):
-    """Function of an edit: hash per kernel, traced from a copy of the kernels with it."""
+    """Function of edits: hash per kernel of each, traced from a copy of the kernels with them."""
 
-    def find(edit: Edit) -> dict[str, str]:
+    def find(*edits: Edit) -> list[dict[str, str]]:
         copy = shutil.copytree(FOLDER, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-        edited(edit, copy)
+        assert len({edited(edit, copy) for edit in edits}) == len(edits), (
+            "no edit changes the kernels of another"
+        )
         for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
             monkeypatch.delitem(sys.modules, name)
         spec = importlib.util.spec_from_file_location(
@@ -146,7 +157,7 @@ def hashes_of(tmp_path, monkeypatch):
         sys.modules[PACKAGE] = package
         monkeypatch.setattr(tl_attention, "kernels", package, raising=False)
         spec.loader.exec_module(package)
-        return {name: manifest.text_hash(*SHIPPED[name]) for name in edit.kernels}
+        return [{name: manifest.text_hash(*SHIPPED[name]) for name in edit.kernels} for edit in edits]
 
     importlib.import_module(PACKAGE)
     yield find
@@ -157,14 +168,14 @@ def hashes_of(tmp_path, monkeypatch):
 TEXTS = manifest.committed_texts()
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_hash_sees_a_fault_of_one_line(name, hashes_of):
-    edit = FAULTS[name]
-    found = hashes_of(edit)
-    assert {kernel for kernel, text in found.items() if text == TEXTS[kernel]} == {*edit.same}
+@pytest.mark.parametrize("names", groups(FAULTS), ids="; ".join)
+def test_hash_sees_a_fault_of_one_line(names, hashes_of):
+    for name, found in zip(names, hashes_of(*map(FAULTS.get, names)), strict=True):
+        same = {kernel for kernel, text in found.items() if text == TEXTS[kernel]}
+        assert same == {*FAULTS[name].same}, name
 
 
-@pytest.mark.parametrize("name", REFACTORINGS)
-def test_hash_is_blind_to_names_and_bound_values(name, hashes_of):
-    edit = REFACTORINGS[name]
-    assert hashes_of(edit) == {kernel: TEXTS[kernel] for kernel in edit.kernels}
+@pytest.mark.parametrize("names", groups(REFACTORINGS), ids="; ".join)
+def test_hash_is_blind_to_names_and_bound_values(names, hashes_of):
+    for name, found in zip(names, hashes_of(*map(REFACTORINGS.get, names)), strict=True):
+        assert found == {kernel: TEXTS[kernel] for kernel in found}, name

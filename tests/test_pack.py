@@ -125,19 +125,8 @@ def wheel(cache, tmp_path_factory) -> Path:
 def site(wheel, tmp_path_factory) -> Path:
     """A folder with the installed pack."""
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        folder,
-        wheel,
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", folder, wheel], check=True)
     return folder
 
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .races import NEVER, Access, Fault, Product, Registers, Share, Tile, TileState, join
@@ -162,7 +163,10 @@ class Cta:
         self.warps = [Warp(self, number) for number in range(kernel.warps)]
 
     def tile(self, tile: Tile) -> TileState:
-        return self.tiles.setdefault(tile, TileState())
+        state = self.tiles.get(tile)
+        if state is None:
+            state = self.tiles[tile] = TileState()
+        return state
 
     def left(self) -> list[str]:
         """Leftovers of its end: phases begun, bytes that never came."""
@@ -196,10 +200,10 @@ class Warp:
         self.last_group = cta.kernel.warps > WARPS and number >= (cta.kernel.warps - 1) // WARPS * WARPS
         self.generator = cta.kernel.run(self, self.thread, cta.block, cta.kernel.given)
 
-    @property
+    @cached_property
     def role(self) -> str:
         """Name of its role: the producer and the warps beside it are the last four, see kernels/seams/roles.py."""
-        of = f" of CTA {list(self.cta.block.values())}" if len(self.machine.ctas) > 1 else ""
+        of = f" of CTA {list(self.cta.block.values())}" if self.machine.has_several else ""
         if not self.last_group:
             return f"warpgroup {self.number // WARPS}, warp {self.number % WARPS}{of}"
         place = self.number % WARPS
@@ -269,7 +273,7 @@ class Warp:
         if self.cta.kernel.synced:
             return
         access = Access(self.number, self.now, share, True, self.role)
-        for fault in self.cta.tile((name, slot)).read(access, self.clock, _name((name, slot))):
+        for fault in self.cta.tile((name, slot)).read(access, self.clock, (name, slot)):
             self.note(Fault(*fault))
 
     def tile_write(self, name: str, slot: Any, division: str = "threads") -> None:
@@ -283,7 +287,7 @@ class Warp:
 
     def disturb(self, tile: Tile, access: Access) -> None:
         """Note a write of a tile. A product that it disturbs taints its accumulator."""
-        for other, *fault in self.cta.tile(tile).write(access, self.clock, _name(tile)):
+        for other, *fault in self.cta.tile(tile).write(access, self.clock, tile):
             if other.product is not None and not other.product.used:
                 other.product.faults.append(Fault(*fault, self.place()))
             else:
@@ -310,7 +314,7 @@ class Warp:
             share = ("rows", self.number % WARPS) if by_rows else None
             access = Access(self.number, NEVER, share, False, self.role, product=product)
             product.accesses.append(access)
-            for fault in self.cta.tile(tile).read(access, self.clock, _name(tile)):
+            for fault in self.cta.tile(tile).read(access, self.clock, tile):
                 product.faults.append(Fault(*fault, self.place()))
         self.registers.start(product, self.truth(clear, 0))
         if waits:
@@ -325,7 +329,7 @@ class Warp:
         if self.cta.kernel.synced or (share is None and self.starts_none):
             return
         access = Access(self.number, NEVER, share, False, f"a store of {self.role}")
-        for fault in self.cta.tile((name, slot)).read(access, self.clock, _name((name, slot))):
+        for fault in self.cta.tile((name, slot)).read(access, self.clock, (name, slot)):
             self.note(Fault(*fault))
         self.puts.append([access])
         if waits:
@@ -374,11 +378,6 @@ class Warp:
         self.clock = join(self.clock, clock)
 
 
-def _name(tile: Tile) -> str:
-    name, slot = tile
-    return f"{name}{list(slot) if isinstance(slot, tuple) else [slot]}"
-
-
 class Machine:
     """CTAs of a launch that run together, and the order in which they go on.
 
@@ -409,6 +408,7 @@ class Machine:
         self.seen: set = set()
         self.events = self.version = 0
         self.coming, self.ctas, self.warps = list(blocks), [], []
+        self.has_several = len(blocks) > 1
         self.left: list[str] = []
         # Of row blocks of the sums of dq, see externs.py: (counter, event) of roundings, and counters of additions that are not rounded
         self.rounded: dict[int, list[tuple[int, int]]] = {}
@@ -423,6 +423,7 @@ class Machine:
             "random": None,
         }[who]
         self.helpers_late = who == "helpers late"
+        self.requests = {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("do_")}
         for _ in range(residents):
             self.begin_cta()
 
@@ -558,7 +559,7 @@ class Machine:
                 return True
             warp.answer = None
         kind, *rest = warp.request
-        if not getattr(self, "do_" + kind)(warp, *rest):
+        if not self.requests[kind](warp, *rest):
             warp.blocked = self.version
             return False
         warp.request = None

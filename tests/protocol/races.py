@@ -77,20 +77,23 @@ class TileState:
     writes: list[Access] = field(default_factory=list)
     reads: list[Access] = field(default_factory=list)
 
-    def read(self, access: Access, clock: list[int], name: str) -> Iterable[tuple[str, str, object]]:
+    def read(self, access: Access, clock: list[int], tile: Tile) -> Iterable[tuple[str, str, object]]:
         """Note a read. Yields (kind, text, key) of its faults."""
         if not self.writes:
+            name = name_of(tile)
             yield "reads early", f"reads {name}, which nothing has filled", ("empty", name)
         for write in self.writes:
             if not overlap(write.share, access.share):
                 continue
             if write.time > clock[write.entry]:
+                name = name_of(tile)
                 yield "reads early", f"reads {name}, which {write.who} may still write", ("early", name)
             elif (
                 write.generic
                 and not access.generic
                 and not (write.fenced is not None and write.fenced <= clock[write.entry])
             ):
+                name = name_of(tile)
                 yield (
                     "no fence",
                     f"reads {name}, which {write.who} wrote without a proxy fence before its arrival",
@@ -102,12 +105,14 @@ class TileState:
             ]
         self.reads.append(access)
 
-    def write(self, access: Access, clock: list[int], name: str) -> Iterable[tuple[Access, str, str, object]]:
+    def write(
+        self, access: Access, clock: list[int], tile: Tile
+    ) -> Iterable[tuple[Access, str, str, object]]:
         """Note a write. Yields (the access that it disturbs, kind, text, key)."""
         for verb, others in (("read", self.reads), ("write", self.writes)):
             for other in others:
                 if overlap(other.share, access.share) and other.time > clock[other.entry]:
-                    how = "a product of " if other.product is not None else ""
+                    name, how = name_of(tile), "a product of " if other.product is not None else ""
                     yield (
                         other,
                         "overwrites",
@@ -164,7 +169,12 @@ class Registers:
 
 def join(a: list, b: list) -> list:
     """Clock that is not before either of two."""
-    return list(map(max, a, b)) if a and b else list(a or b)
+    return [x if x > y else y for x, y in zip(a, b, strict=True)] if a and b else list(a or b)
+
+
+def name_of(tile: Tile) -> str:
+    name, slot = tile
+    return f"{name}{list(slot) if isinstance(slot, tuple) else [slot]}"
 
 
 NEVER = math.inf

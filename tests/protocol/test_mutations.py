@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import pytest
 
 from .calls import Draw, call_of, kinds
-from .check import Program, check
+from .check import Program
 from .launches import Launch, recorded
-from .mutations import ORDERS, is_found, mutations, reached_lines
+from .mutations import is_found, mutations, reached_lines
 
 EVENTS = 200_000  # of a run that does not end
 SAMPLE = 24  # faults per kernel in a run of the tests
@@ -104,7 +104,6 @@ def launches_of(case: Case) -> list[Launch]:
 def test_planted_faults_are_found(name, request):
     case, launches = CASES[name], launches_of(CASES[name])
     program = Program(launches[0].problem, launches[0].config)
-    assert not any(check(launch, program, orders=ORDERS) for launch in launches)
     reached = reached_lines(program, launches)
     planted = list(mutations(program, reached))
     explained = {

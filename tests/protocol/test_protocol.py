@@ -25,7 +25,7 @@ DENSE = "fwd bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max"
 PACKED = "fwd bf16 d192-128 causal varlen, 128x96 dynamic ping-pong hold-max"
 THREE_SLOTS = "fwd bf16 d256 causal varlen, 128x64 dynamic q1.5 hold-max"
 RAGGED = (300, 300), (44, 44), (700, 700)
-SAMPLE_SECONDS = 40.0
+SAMPLE_SECONDS = 20.0  # of this process
 # Kinds that together launch a kernel of every template
 OF_TEMPLATES = (
     "fwd bf16 d64 causal, 128x128 grid split",
@@ -102,8 +102,8 @@ def test_every_template_is_checked_but_those_of_the_list():
 def test_rotating_sample_of_kernels_has_no_fault():
     chosen = kinds()
     today = datetime.date.today().toordinal()
-    begin, number, faults = time.monotonic(), 0, {}
-    while time.monotonic() - begin < SAMPLE_SECONDS:
+    begin, number, faults = time.process_time(), 0, {}
+    while time.process_time() - begin < SAMPLE_SECONDS:
         kind = chosen[(today * 997 + number * 1613) % len(chosen)]
         result = check_kind(kind, [today % 40, (today + 17) % 40], orders=2)
         faults |= result.faults

@@ -74,7 +74,10 @@ class Place:
 
 
 def known(*values: Any) -> bool:
-    return not any(isinstance(value, Unknown) for value in values)
+    for value in values:  # noqa: SIM110 (all() of a generator takes three times as long)
+        if isinstance(value, Unknown):
+            return False
+    return True
 
 
 def truncdiv(a: Any, b: Any) -> Any:

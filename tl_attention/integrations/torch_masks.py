@@ -31,9 +31,8 @@ LOG = logging.getLogger(__name__)
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 FLASH = int(SDPBackend.FLASH_ATTENTION)
 OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
-PLACE = (
-    2  # of that seed in its memory in CUDA graph capture, at a multiple of 16 bytes as compiled code assumes
-)
+# Of that seed in its memory in CUDA graph capture: at a multiple of 16 bytes, as compiled code assumes
+PLACE = 2
 SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 

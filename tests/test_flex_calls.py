@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from tl_attention import create_block_mask, flash_attn_func, flex_attention
-from tl_attention.api import flex
+from tl_attention.api import flex_calls
+from tl_attention.torch_ops import flex_autograd
 from tl_attention.tracing.captures import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
@@ -97,7 +98,7 @@ def test_calls_are_prepared_once(qkv, monkeypatch):
         flex_attention(qkv[0], qkv[1][:1], qkv[2][:1])
 
     calls()
-    monkeypatch.setattr(flex, "_prepare", refuse)
+    monkeypatch.setattr(flex_calls, "_prepare", refuse)
     calls()
     with pytest.raises(AssertionError, match="prepared again"):
         flex_attention(*qkv, raised(0.0), scale=1)
@@ -385,9 +386,9 @@ def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
         return {"q": torch.full_like(q, 1), "k": torch.full_like(k, 2), "v": torch.full_like(v, 3)} | sums
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(flex, "check_device_or_warn", lambda *_, **__: None)
-    monkeypatch.setattr(flex.launch, "forward", forward)
-    monkeypatch.setattr(flex.launch, "backward", backward)
+    monkeypatch.setattr(flex_calls, "check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr(flex_autograd.launch, "forward", forward)
+    monkeypatch.setattr(flex_autograd.launch, "backward", backward)
     shape = (2, 8, HEADS, 16) if rows_first else (2, HEADS, 8, 16)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     frozen = torch.randn(8)

@@ -465,7 +465,7 @@ def below_a_line(b, h, q, k):
 @pytest.mark.filterwarnings("ignore:tl_attention")
 @pytest.mark.parametrize(("call", "shape"), ONE_PART.values(), ids=ONE_PART)
 def test_calls_of_one_term_run_in_bf16_and_return_fp32(call, shape, monkeypatch):
-    for module in ("torch_ops.ops", "api.flex", "torch_ops.attend"):
+    for module in ("torch_ops.ops", "api.flex_calls", "torch_ops.attend"):
         monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, terms: terms == 1)
     qkv = [x.requires_grad_() for x in draw(shape, shape, shape)]
     half = [x.detach().bfloat16().requires_grad_() for x in qkv]

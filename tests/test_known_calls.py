@@ -339,7 +339,7 @@ def test_each_thread_has_its_own_known_calls(kernels, checks):
 
 
 def test_functions_that_are_options_are_known(kernels, checks, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.flex.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.flex_calls.check_device_or_warn", lambda *_, **__: None)
     qkv = leaves(2, HEADS, 16, 64)
     for _ in range(3):
         flex_attention(*qkv, mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 5))
@@ -459,7 +459,7 @@ def test_fp32_launches_read_the_values_of_negated_views(memory):
 
 
 def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.flex.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.flex_calls.check_device_or_warn", lambda *_, **__: None)
     qkv, table, bias = leaves(2, HEADS, 16, 64), torch.full((HEADS,), 3.0), torch.randn(1, 1, 16, 16)
     for some in ((*qkv, table, bias), [negated(x) for x in (*qkv, table, bias)]):
         *inputs, captured, added = some

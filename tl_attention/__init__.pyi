@@ -12,7 +12,6 @@ from tl_attention import hf as hf
 from tl_attention import mask_picture as mask_picture
 from tl_attention import torch_backend as torch_backend
 from tl_attention.api.block_masks import create_block_mask as create_block_mask
-from tl_attention.api.flex import MaskMod, ScoreMod
 from tl_attention.api.interface import BackwardKernel, ForwardKernel
 from tl_attention.api.interface import fp32_workspace_bytes as fp32_workspace_bytes
 from tl_attention.api.interface import ref_mha_bwd_interface as ref_mha_bwd_interface
@@ -20,6 +19,7 @@ from tl_attention.api.interface import ref_mha_fwd_interface as ref_mha_fwd_inte
 from tl_attention.api.kvcache import kvcache_workspace_bytes as kvcache_workspace_bytes
 from tl_attention.api.merge import merge_states as merge_states
 from tl_attention.problem.attn_problem import Precision
+from tl_attention.problem.request import MaskMod, ScoreMod
 
 __all__ = [
     "__version__",

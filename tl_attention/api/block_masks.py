@@ -37,7 +37,7 @@ from tl_attention.tracing.program_values import program_values
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from tl_attention.api.flex import MaskMod
+    from tl_attention.problem.request import MaskMod
 
 Nodes = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]  # a number per node of a tree, or of several
 CHUNK = 2**24  # elements of a mask that are evaluated at once

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from tl_attention.api.docstrings import complete
-from tl_attention.api.flex import MaskMod, ScoreMod, attend_by_functions
+from tl_attention.api.flex import attend_by_functions
 from tl_attention.api.paged import attend_packed
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_packed, expect_bool
@@ -57,7 +57,7 @@ from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.attn_problem import Precision
-from tl_attention.problem.request import Request, new_request
+from tl_attention.problem.request import MaskMod, Request, ScoreMod, new_request
 from tl_attention.torch_ops.attend import attend
 
 if TYPE_CHECKING:

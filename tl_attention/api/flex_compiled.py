@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tl_attention.api.flex import attend_functions, check_request
+from tl_attention.api.flex_calls import attend_functions, check_request
 from tl_attention.api.flex_lists import block_mask_of
 from tl_attention.checks.common import is_dtensor
 from tl_attention.checks.flex import FLEX_NAMES, LISTS, no_second_order, transformed

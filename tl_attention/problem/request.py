@@ -9,13 +9,16 @@ import torch
 
 from tl_attention.problem.attn_problem import Precision
 
-Functions = tuple[Callable[..., Any] | None, Callable[..., Any] | None, Any, torch.Tensor | None]
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Functions = tuple[ScoreMod | None, MaskMod | None, Any, torch.Tensor | None]
 
 
 class Request(NamedTuple):
     """Tensors and options of a call by the names of flash_attn_func, unchecked.
 
-    The functions of api/ make it, and pass it on whole: torch_ops/attend.py checks and runs it, api/flex.py one with functions of scores.
+    The functions of api/ make it, and pass it on whole: torch_ops/attend.py checks and runs it, api/flex_calls.py one with functions of
+    scores.
 
     Args:
         heads_first: q, k and v are [batch, heads, seqlen, head_dim]; else [batch, seqlen, heads, head_dim], with lengths [total, heads,

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if fault.code.startswith("tl-attention")
                 else f"tl-attention {argv[0]}: {fault.code}"
             )
-            print(named, file=sys.stderr)
+            print(text.filled(named, rest="    "), file=sys.stderr)
             fault.code = 2
         raise
 

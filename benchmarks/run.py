@@ -43,6 +43,7 @@ import turns
 from rich.console import Console
 from rows import FLEX, FP32, OURS, Row
 
+from tl_attention.problem.arguments import short_dtype_name
 from tl_attention.problem.attn_problem import DECODE, FP32_DTYPES
 from tl_attention.problem.target import is_hopper
 from tl_attention.testing import environment, functions, timer
@@ -92,7 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of {', '.join(PROVIDERS)}; default: all that have the pass",
     )
-    add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32 or flex")
+    add(
+        "--dtype",
+        type=short_dtype_name,
+        choices=DTYPES,
+        help="of the inputs (default bf16); not with --set fp32 or flex",
+    )
     add(
         "--rounds",
         type=int,

@@ -28,6 +28,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from tl_attention.problem.arguments import short_dtype_name
 from tl_attention.problem.target import is_hopper
 from tl_attention.testing.shapes import Shape, chosen_shapes
 
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("after", type=Path, help="another one")
     add("--shapes", nargs="+", required=True, metavar="SHAPE", help="as those of benchmarks/run.py")
     add("--pass", dest="directions", nargs="+", choices=PASSES, default=["fwd"], help="default: fwd")
-    add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    add("--dtype", type=short_dtype_name, choices=DTYPES, default="bf16", help="default: bf16")
     add("--rounds", type=int, default=15, metavar="N", help="samples per tree (default 15, at least 2)")
     args = parser.parse_args(argv)
     try:

@@ -450,6 +450,13 @@ def test_bench_cpu_check_sees_a_wrong_result(name: str, monkeypatch: pytest.Monk
     assert no_gpu.check_cpu(Console(quiet=True)) == 1
 
 
+def test_bench_takes_dtypes_by_all_their_names() -> None:
+    parser = run.make_parser()
+    assert [parser.parse_args(["--dtype", name]).dtype for name in ("bfloat16", "half", "fp16")] == [
+        "bf16", "fp16", "fp16",
+    ]  # fmt: skip
+
+
 def fake_process(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
     """A process with the output of first_call.py; that of cudnn fails, and there is no pack."""
     assert command[1].endswith("first_call.py") and Shape.parse(command[3]) == host.FIRST_SHAPE

@@ -341,7 +341,7 @@ def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
     )
     assert lines[2].startswith("  block_M=128, block_N=128, ") and f"schedule={config.schedule}" in lines[2]
     assert lines[3].startswith("  from line 2 of [options.d128] fwd of configs/grid.toml, for ")
-    assert lines[4:] == ["Bucket:", "  4k: at most 4096 keys"]
+    assert lines[4:] == ["Bucket of calls:", "  4k: at most 4096 keys"]
     tried = run_config(capsys, "bf16", "d128", "causal", "window=127", "sink", "4k", "--tried")
     assert tried[4] == "  tried before: line 1 of [options.d128] fwd does not serve window sink"
 
@@ -349,7 +349,7 @@ def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
 def test_config_of_a_tuned_row(no_user_tables, capsys):
     lines = run_config(capsys, "fp16", "d128", "causal", "4k", "--gpu", "NVIDIA H200", "--tried")
     assert lines[2] == "  from fwd row 'bf16 d128 causal 4k' of configs/tuned/nvidia_h200.json"
-    assert lines[3] == "Bucket:", "a user without a table of their own misses no row in it"
+    assert lines[3] == "Bucket of calls:", "a user without a table of their own misses no row in it"
 
 
 def test_config_says_that_head_dims_are_padded(no_user_tables, capsys):
@@ -363,7 +363,7 @@ def test_config_says_that_head_dims_are_padded(no_user_tables, capsys):
 def test_config_says_which_calls_have_a_bucket(no_user_tables, capsys):
     for direction in DIRECTIONS:
         asked = run_config(capsys, "d64", "window", "softcap", direction)
-        start = asked.index("Buckets, the first that fits:")
+        start = asked.index("Buckets of calls, the first that fits:")
         shown = {line.strip().partition(":")[0] for line in asked[start + 1 :]}
         problem = AttnProblem("bfloat16", 64, 64, False, ("window", "softcap"))
         assert shown == {*option_buckets(direction, problem.options)} - (
@@ -486,6 +486,7 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
             "bucket: expected one of 1k, 4k, long, tile, tile192, 1k-shared, 4k-shared, long-shared for bwd, got split",
         ),
         (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
+        (["d128", "page_size=16"], "page_size: expected none for fwd, .*got page_size=16"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),
         (["d128", "--gpu", "GTX"], "gpu: expected a Hopper GPU.*got 'GTX'"),

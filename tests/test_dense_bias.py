@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tl_attention import create_block_mask, flash_attn_func, flex_attention
-from tl_attention.checks.flex import OPTIONS_OFF, TAKEN
+from tl_attention.checks.flex import OPTIONS_OFF, TAKEN, warn_about_mask_of_numbers
 from tl_attention.compilation import building
 from tl_attention.config import configs, legality
 from tl_attention.config.kernel_configs import BwdConfig, reduce_kernels
@@ -434,6 +434,12 @@ def test_deterministic_gradients_of_captured_tensors():
     torch.testing.assert_close(first[1], atomic[1], rtol=1e-4, atol=1e-4 * atomic[1].abs().max().item())
 
 
+def test_bias_refuses_for_a_batch_of_one():
+    q = torch.randn(1, 2, 8, 32)
+    with pytest.raises(ValueError, match=r"attn_bias: expected shape \(1, 1 or 2, 8, 8\) of batch, heads"):
+        flex_attention(q, q, q, attn_bias=torch.zeros(8, 8))
+
+
 def test_float_mask_of_zeros_and_ones_warns_on_the_cpu():
     """It is added to the scores: exp(1) does not hide a key, and exp(0) is no weight of 0."""
     q = torch.randn(1, 2, 8, 32)
@@ -444,15 +450,9 @@ def test_float_mask_of_zeros_and_ones_warns_on_the_cpu():
         flex_attention(q, q, q, attn_bias=mask)
     assert caught[-1].filename == __file__
     others = (
-        mask.bool(),
-        torch.zeros(1, 1, 8, 8),
-        torch.ones(1, 1, 8, 8),
-        2 * mask,
-        mask.clone().requires_grad_(),
-    )
+        mask.bool(), torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8), 2 * mask, mask.clone().requires_grad_(), mask.to("meta"),
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for other in others:
-            flex_attention(
-                q, q, q, attn_bias=other.expand(1, 2, 8, 8)
-            )  # a call of other metadata is checked anew
+            warn_about_mask_of_numbers(other)

@@ -286,8 +286,9 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
         x == n or (dim < 2 and x == 1) for dim, (x, n) in enumerate(zip(bias.shape, wanted, strict=True))
     )
     if not fits:
+        batch, heads = (n if n == 1 else f"1 or {n}" for n in wanted[:2])
         raise ValueError(
-            f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
+            f"attn_bias: expected shape ({batch}, {heads}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
             f" got {tuple(bias.shape)}; {_bias_hint(bias, wanted)}"
         )
     if bias.device != q.device:

@@ -39,10 +39,15 @@ def dtype_name(text: str) -> str:
     return name if name in DTYPES else text
 
 
+def short_dtype_name(text: str) -> str:
+    """Short name of a dtype from any of its names: bf16 from bfloat16. Other words are left as they are."""
+    name = dtype_name(text)
+    return DTYPES[name].short if name in DTYPES else text
+
+
 def kernel_words(words: Sequence[str]) -> set[str]:
-    """Words that a kernel must have, with dtypes by the short names that kernels have: bf16 for bfloat16."""
-    names = {word: dtype_name(word) for word in words}
-    return {DTYPES[name].short if name in DTYPES else word for word, name in names.items()}
+    """Words that a kernel must have, with dtypes by their short names, which kernels have."""
+    return set(map(short_dtype_name, words))
 
 
 class PassWords(Action):

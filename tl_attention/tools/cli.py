@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if fault.code.startswith("tl-attention")
                 else f"tl-attention {argv[0]}: {fault.code}"
             )
-            print(named, file=sys.stderr)
+            print(text.filled(named, rest="    "), file=sys.stderr)
             fault.code = 2
         raise
 
@@ -152,8 +152,8 @@ def _shape_arguments() -> argparse.ArgumentParser:
         type=dtype_name,
         choices=DTYPES,
         metavar="DTYPE",
-        help=f"of {', '.join(DTYPES)}, or short bf16, fp16, ..; default: bfloat16, whose rows serve float16, too; of compile without"
-        " --shapes all",
+        help=f"of {', '.join(DTYPES)}, or short bf16, fp16, ..; default: bfloat16, whose rows serve float16, too; compile without"
+        " --shapes: all of them",
     )
     shapes.add_argument(
         "--jobs", type=at_least(1), metavar="N", help="kernels compiled at a time; default: one per CPU"

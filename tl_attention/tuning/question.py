@@ -280,7 +280,7 @@ def legend(answers: Iterable[Answer]) -> Iterator[str]:
     for one in answers:
         found |= {bucket: calls_of(one.direction, bucket) for bucket in one.buckets}
     if found:
-        yield "Buckets, the first that fits:" if len(found) > 1 else "Bucket:"
+        yield "Buckets of calls, the first that fits:" if len(found) > 1 else "Bucket of calls:"
     order = [bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS)]
     for bucket in sorted(found, key=lambda name: (name in BUCKETS, order.index(name))):
         yield f"  {bucket}: {found[bucket]}"
@@ -310,6 +310,11 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
     if direction == DECODE:
         yield from _answer_decode(question)
         return
+    if "page_size" in question.sizes:
+        raise ValueError(
+            f"page_size: expected none for {direction}, as it chooses a config of decode alone, got"
+            f" page_size={question.sizes['page_size']}"
+        )
     problem = _problem(question, direction)
     answers: dict[tuple[Config, str], dict[str, tuple[str, ...]]] = {}  # -> misses by bucket
     for bucket in _buckets(question, problem, direction, gpu):

@@ -202,6 +202,27 @@ def test_functions_do_not_follow_default_devices_and_dtypes(qkv, default):
     create_block_mask(lambda b, h, i, j: i.float() > j.float() + 0.5, None, None, LENGTH, LENGTH, "cpu")
 
 
+def test_autocast_and_tf32_change_nothing():
+    q, k, v = (torch.randn(1, HEADS, 64, 16, requires_grad=True) for _ in range(3))
+    before = torch.get_float32_matmul_precision()
+
+    def results():
+        out, lse = flex_attention(q, k, v, lambda s, b, h, i, j: s * s, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+
+    wanted = results()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "highest"):
+                found = results()
+            assert all(
+                x.dtype == torch.float32 and torch.equal(x, y) for x, y in zip(found, wanted, strict=True)
+            )
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_calls_see_new_numbers_functions_and_globals(qkv, monkeypatch):
     state = {"scale": 0.5, "inner": lambda x: x}
 

@@ -171,6 +171,59 @@ def test_block_masks_see_new_sizes_that_their_function_reads(qkv):
         assert_close(flex_attention(*qkv, block_mask=mask), expected(qkv, bias))
 
 
+@pytest.fixture(params=["meta", torch.bfloat16, torch.float64], ids=str)
+def default(request):
+    """A default device or dtype, as a program sets it for its weights."""
+    is_device, dtype = isinstance(request.param, str), torch.get_default_dtype()
+    torch.set_default_device(request.param) if is_device else torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(dtype)
+
+
+def test_functions_do_not_follow_default_devices_and_dtypes(qkv, default):
+    on = {"device": "cpu", "dtype": torch.float32}
+    table = torch.linspace(-1, 1, LENGTH, **on).requires_grad_()
+    bias = torch.rand(1, HEADS, LENGTH, LENGTH, **on)
+    q_idx, kv_idx = (torch.arange(LENGTH, device="cpu").view(*shape) for shape in ((-1, 1), (1, -1)))
+
+    def check(added, *functions, **given):
+        found = flex_attention(*qkv, *functions, **given)
+        assert_close(found, expected(qkv, added.expand(2, HEADS, LENGTH, LENGTH)))
+        return found
+
+    check(bias, attn_bias=bias)
+    alibi = (kv_idx - q_idx).float().masked_fill(kv_idx > q_idx, -torch.inf)
+    check(alibi, lambda s, b, h, i, j: s + (j - i), mask_mod=lambda b, h, i, j: i >= j)
+    learned = check(
+        torch.where(q_idx > kv_idx, table, 2 * table),
+        lambda s, b, h, i, j: torch.where(i > j, s, s + table[j]) + table[j],
+    )
+    assert torch.autograd.grad(learned.float().sum(), table)[0].dtype == torch.float32
+    create_block_mask(lambda b, h, i, j: i.float() > j.float() + 0.5, None, None, LENGTH, LENGTH, "cpu")
+
+
+def test_autocast_and_tf32_change_nothing():
+    q, k, v = (torch.randn(1, HEADS, 64, 16, requires_grad=True) for _ in range(3))
+    before = torch.get_float32_matmul_precision()
+
+    def results():
+        out, lse = flex_attention(q, k, v, lambda s, b, h, i, j: s * s, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+
+    wanted = results()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "highest"):
+                found = results()
+            assert all(
+                x.dtype == torch.float32 and torch.equal(x, y) for x, y in zip(found, wanted, strict=True)
+            )
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_calls_see_new_numbers_functions_and_globals(qkv, monkeypatch):
     state = {"scale": 0.5, "inner": lambda x: x}
 

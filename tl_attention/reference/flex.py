@@ -26,7 +26,7 @@ def flex_reference(
     dtype: torch.dtype = torch.float32,
     first_query: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with a program; all scores are in memory at once.
+    """Attention with a program, without autocast or TF32; all scores are in memory at once.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim]; k, v: [batch, heads_kv, seqlen_k, ..].
@@ -39,13 +39,16 @@ def flex_reference(
     group = q.shape[1] // max(k.shape[1], 1)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ k.mT * softmax_scale
-    scores = new_scores(scores, call, first_query)
-    scores = scores.masked_fill(scores < LEAST_SCORE, -math.inf)  # and gradient 0, also in rows without a key
-    lse = scores.logsumexp(-1)
-    sees_none = lse == -math.inf
-    weights = (scores - lse.masked_fill(sees_none, 0)[..., None]).exp()
-    return weights @ v, lse
+    with true_fp32(q.device):
+        scores = q @ k.mT * softmax_scale
+        scores = new_scores(scores, call, first_query)
+        scores = scores.masked_fill(
+            scores < LEAST_SCORE, -math.inf
+        )  # and gradient 0, also in rows without a key
+        lse = scores.logsumexp(-1)
+        sees_none = lse == -math.inf
+        weights = (scores - lse.masked_fill(sees_none, 0)[..., None]).exp()
+        return weights @ v, lse
 
 
 def flex_backward_reference(

@@ -219,7 +219,7 @@ def _slopes(call: Call, bias: _Bias, batch: int, heads: int, device: torch.devic
         "head": torch.arange(heads, dtype=torch.int32, device=device),
         "batch": torch.arange(batch, dtype=torch.int32, device=device)[:, None],
     }
-    slopes = torch.full((heads,), float(sign), device=device)
+    slopes = torch.full((heads,), float(sign), dtype=torch.float32, device=device)
     for factor in program_values(call, bias.factors, leaves):
         slopes = slopes * factor.detach()
     return slopes

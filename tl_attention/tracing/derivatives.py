@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     wanted: bool
 
     def chosen(self, x: torch.Tensor) -> torch.Tensor:
-        zero = torch.zeros(())
+        zero = torch.zeros((), dtype=torch.float32)
         return torch.where(self.condition, x, zero) if self.wanted else torch.where(self.condition, zero, x)
 
 
@@ -65,13 +65,18 @@ class Reverse:
 
     def derivatives(self, root: int, found: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """One 0-d tensor per wanted value. found: tensors of all values that root needs."""
-        parts: dict[int, list[Part]] = {root: [Part((), torch.ones(()))]} if root in self.leads else {}
+        parts: dict[int, list[Part]] = (
+            {root: [Part((), torch.ones((), dtype=torch.float32))]} if root in self.leads else {}
+        )
         for i in sorted(self.leads, reverse=True):
             if i in parts and i not in self.wanted:
                 for arg, part in self._passed(i, _joined(parts.pop(i)), found):
                     if arg in self.leads:
                         parts.setdefault(arg, []).append(part)
-        return [_total(_joined(parts[i])) if i in parts else torch.zeros(()) for i in self.wanted]
+        return [
+            _total(_joined(parts[i])) if i in parts else torch.zeros((), dtype=torch.float32)
+            for i in self.wanted
+        ]
 
     def _passed(self, i: int, part: Part, found: Mapping[int, torch.Tensor]) -> list[tuple[int, Part]]:
         """(operand, part of its derivative) for the operands of a value whose derivative is `part`."""

@@ -292,7 +292,7 @@ def _number(number: float | int | bool, dtype: str) -> Bounds:
     if dtype == BOOL:
         return Bounds(number, not number, True)
     if dtype == FLOAT:
-        number = torch.tensor(number, dtype=torch.float32).item()
+        number = torch.tensor(number, dtype=torch.float32, device="cpu").item()
     return Bounds(float(number), float(number), True)
 
 

@@ -77,13 +77,12 @@ def test_torch_masks_gradient_of_a_mask_alone():
     assert_close(found, torch.autograd.grad(expected, exact, q.double())[0], 0.02)
 
 
-@pytest.mark.parametrize("shape", [(ROWS, KEYS), (BATCH, ROWS, KEYS)], ids=str)
+@pytest.mark.parametrize("shape", [(ROWS, KEYS), (HEADS, ROWS, KEYS), (BATCH, 1, 1, KEYS)], ids=str)
 def test_torch_masks_of_cudnn_need_no_expansion(shape):
-    """cuDNN's op receives the mask of the caller: [seqlen_q, seqlen_k], or one per batch entry."""
+    """cuDNN's op receives the mask of the caller. Its last dimension is that of the keys; the first of three is that of the heads."""
     q, k, v = inputs()
     mask = torch.randn(shape)
-    four = mask.reshape(-1, 1, ROWS, KEYS)
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), four.double())
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double())
     dout = torch.randn_like(q)
     expected = torch.autograd.grad(exact, [q, k, v], dout.double())
     with torch.no_grad():
@@ -157,6 +156,13 @@ def test_torch_masks_backward_in_a_cuda_graph_runs_where_the_forward_ran(monkeyp
     theirs = torch.empty((), dtype=torch.int64, device="meta")
     assert torch_masks._is_ours(seed, 0.0)
     assert not torch_masks._is_ours(seed, 0.1) and not torch_masks._is_ours(theirs, 0.0)
+
+
+def test_torch_masks_of_three_dimensions_are_of_heads_where_there_are_as_many_batch_entries():
+    q, k, v = (x[:, :BATCH].detach() for x in inputs())
+    mask = torch.randn(BATCH, ROWS, KEYS)
+    found = torch_masks.cudnn_forward(refused, None, q, k, v, mask, True)[0]
+    assert_close(found, F.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask))
 
 
 OTHERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -77,13 +78,12 @@ def test_torch_masks_gradient_of_a_mask_alone():
     assert_close(found, torch.autograd.grad(expected, exact, q.double())[0], 0.02)
 
 
-@pytest.mark.parametrize("shape", [(ROWS, KEYS), (BATCH, ROWS, KEYS)], ids=str)
+@pytest.mark.parametrize("shape", [(ROWS, KEYS), (HEADS, ROWS, KEYS), (BATCH, 1, 1, KEYS)], ids=str)
 def test_torch_masks_of_cudnn_need_no_expansion(shape):
-    """cuDNN's op receives the mask of the caller: [seqlen_q, seqlen_k], or one per batch entry."""
+    """cuDNN's op receives the mask of the caller. Its last dimension is that of the keys; the first of three is that of the heads."""
     q, k, v = inputs()
     mask = torch.randn(shape)
-    four = mask.reshape(-1, 1, ROWS, KEYS)
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), four.double())
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double())
     dout = torch.randn_like(q)
     expected = torch.autograd.grad(exact, [q, k, v], dout.double())
     with torch.no_grad():
@@ -157,6 +157,13 @@ def test_torch_masks_backward_in_a_cuda_graph_runs_where_the_forward_ran(monkeyp
     theirs = torch.empty((), dtype=torch.int64, device="meta")
     assert torch_masks._is_ours(seed, 0.0)
     assert not torch_masks._is_ours(seed, 0.1) and not torch_masks._is_ours(theirs, 0.0)
+
+
+def test_torch_masks_of_three_dimensions_are_of_heads_where_there_are_as_many_batch_entries():
+    q, k, v = (x[:, :BATCH].detach() for x in inputs())
+    mask = torch.randn(BATCH, ROWS, KEYS)
+    found = torch_masks.cudnn_forward(refused, None, q, k, v, mask, True)[0]
+    assert_close(found, F.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask))
 
 
 OTHERS = {
@@ -290,6 +297,67 @@ def test_torch_masks_serve_compiled_sdpa(handle, calls):
     assert_close(out, want)
     for found, expected in zip(grads, torch.autograd.grad(want.square().sum(), exact), strict=True):
         assert_close(found, expected)
+
+
+def gradients(function, q, k, v, mask, wanted):
+    """Output and gradients of function(q, k, v, mask) along the dout of seed 0."""
+    out = function(q, k, v, mask)
+    generator = torch.Generator(out.device).manual_seed(0)
+    dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
+    return out, *torch.autograd.grad(out, wanted, dout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_torch_masks_dropout_has_the_gradients_of_pytorch(dtype, handle, calls):
+    """PyTorch's own kernels run: with the same seed they give the same, before and after the handle is removed."""
+    q, k, v = inputs("cuda", 64, 64, 64, dtype)
+    mask = torch.randn(1, HEADS, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+
+    def run():
+        torch.cuda.manual_seed(3)
+        function = functools.partial(F.scaled_dot_product_attention, dropout_p=0.3)
+        return gradients(function, q, k, v, mask, [q, k, v, mask])
+
+    found = run()
+    handle.remove()
+    for x, want in zip(found, run(), strict=True):
+        assert_close(x, want)
+    assert not calls
+
+
+@pytest.mark.gpu
+def test_torch_masks_gradient_of_a_mask_alone_on_a_gpu(handle, calls):
+    q, k, v = (x.detach() for x in inputs("cuda", 300, 333, 64))
+    mask = torch.randn(1, HEADS, 300, 333, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found = gradients(F.scaled_dot_product_attention, q, k, v, mask, [mask])
+    exact = mask.detach().double().requires_grad_()
+    expected = gradients(F.scaled_dot_product_attention, q.double(), k.double(), v.double(), exact, [exact])
+    assert calls
+    assert_close(found[0], expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_torch_masks_train_in_compiled_code_of_any_layout(mode, learned, handle, calls):
+    """Queries whose memory is [seqlen, batch, heads, head_dim], as in MultiheadAttention. A mask that learns goes to another op."""
+    shapes = [(rows, BATCH, HEADS, 64) for rows in (300, 333, 333)]
+    made = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    q, k, v = (x.permute(1, 2, 0, 3).detach().requires_grad_() for x in made)
+    mask = torch.randn(1, HEADS, 300, 333, device="cuda", dtype=torch.bfloat16, requires_grad=learned)
+    wanted = [q, k, v, *[mask] * learned]
+    function = torch.compile(
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), mode=mode
+    )
+    for _ in range(4):  # warms up, records and replays
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [x.clone() for x in gradients(function, q, k, v, mask, wanted)]
+    assert calls
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    expected = gradients(F.scaled_dot_product_attention, *exact, exact[: len(wanted)])
+    for x, want in zip(found, expected, strict=True):
+        assert_close(x, want)
 
 
 @pytest.mark.gpu

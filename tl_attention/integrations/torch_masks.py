@@ -102,10 +102,8 @@ def serves(
 
 
 def _four_dims(attn_bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask [seqlen_q, seqlen_k] or [batch, seqlen_q, seqlen_k] with dimensions of size 1 for batch and heads, as cuDNN reads it."""
-    if attn_bias is None or attn_bias.ndim not in (2, 3):
-        return attn_bias
-    return attn_bias[None, None] if attn_bias.ndim == 2 else attn_bias[:, None]
+    """A mask [seqlen_q, seqlen_k] or [heads, seqlen_q, seqlen_k] with leading dimensions of size 1, as PyTorch broadcasts it."""
+    return None if attn_bias is None else attn_bias[(None,) * (4 - attn_bias.ndim)]
 
 
 def efficient_forward(

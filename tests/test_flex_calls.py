@@ -203,6 +203,27 @@ def test_functions_do_not_follow_default_devices_and_dtypes(qkv, default):
     create_block_mask(lambda b, h, i, j: i.float() > j.float() + 0.5, None, None, LENGTH, LENGTH, "cpu")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_results_in_the_layout_of_flash_attn_are_contiguous(device):
+    q = torch.randn(2, 64, HEADS, 64, device=device, dtype=torch.bfloat16)
+    out = flash_attn_func(q, q, q, score_mod=lambda s, b, h, i, j: s * s)
+    assert out.is_contiguous() and out.shape == q.shape
+
+
+def test_functions_take_lazily_negated_tensors_at_their_first_call():
+    q, k, v = (torch.randn(1, HEADS, 8, 16) for _ in range(3))
+    bias = torch.randn(8, 8, dtype=torch.complex64, requires_grad=True)
+    lazy, plain = bias.conj().imag, -bias.imag
+    assert lazy.is_neg()
+    found = [flex_attention(q, k, v, attn_bias=lazy[None, None])]
+    found.append(flex_attention(q, k, v, lambda s, b, h, i, j: s + lazy[i, j].clone() * 1.0))
+    wanted = F.scaled_dot_product_attention(q, k, v, plain.expand(1, HEADS, 8, 8))
+    (gradient,) = torch.autograd.grad(wanted.square().sum(), bias)
+    for out in found:
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), bias)[0], gradient)
+
+
 def test_autocast_and_tf32_change_nothing():
     q, k, v = (torch.randn(1, HEADS, 64, 16, requires_grad=True) for _ in range(3))
     before = torch.get_float32_matmul_precision()

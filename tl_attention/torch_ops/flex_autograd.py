@@ -37,7 +37,7 @@ def run_forward(
         return launch.forward(q, k, v, scale, False, False, heads_first, **others)
     out, lse = flex_reference(*((q, k, v) if heads_first else transposed(q, k, v)), scale, call)
     out = out.to(q.dtype)
-    return (out if heads_first else out.transpose(1, 2)), lse
+    return (out if heads_first else out.transpose(1, 2).contiguous()), lse
 
 
 class _Flex(torch.autograd.Function):
@@ -119,8 +119,6 @@ class Shapes(torch.autograd.Function):
         q, _, v, *_ = inputs
         batch, heads, rows = (q.shape[i] for i in ((0, 1, 2) if heads_first else (0, 2, 1)))
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
-        if not (heads_first or q.is_cuda):  # the reference has heads first
-            out = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
         ctx.save_for_backward(q)
         ctx.names = FLEX_NAMES if heads_first else FLASH_NAMES

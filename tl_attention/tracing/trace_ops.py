@@ -495,7 +495,7 @@ class _Operation:
             if not isinstance(position, int):
                 raise KeyError(self.name)
             index[open_dims[dim]] = self.builder.constant(position, INT)
-        elif self.name not in ("detach", "alias", "lift_fresh_copy"):
+        elif self.name not in ("detach", "alias", "lift_fresh_copy", "clone"):
             raise KeyError(self.name)
         found = CapturedTensor(tensor.slot, tuple(index), tensor.detached or self.name == "detach")
         return found if None in index else _scalar(self.builder, found)

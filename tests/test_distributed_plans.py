@@ -22,7 +22,7 @@ from tl_attention.distributed.layout import (
     shard_documents,
     work_of_ranks,
 )
-from tl_attention.distributed.pieces import ALL, CAUSAL, Mask, Needs
+from tl_attention.distributed.pieces import ALL, CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import ring_plan
 
 WINDOWS = (ALL, CAUSAL, (5, 0), (0, 0), (4, 3), (-1, 2), (3, -1))
@@ -163,6 +163,17 @@ def test_plans_positions_and_lengths_of_a_shard():
     assert document_positions(layout, 1, documents).tolist() == [1, 2, 3, 4]
     assert shard_documents(layout, 0, documents) == [0, 2, 4, 5]
     assert shard_documents(layout, 1, documents) == [0, 4]
+
+
+def test_plans_are_made_on_the_cpu_under_any_default_device():
+    documents = 0, 5, 16
+    with torch.device("meta"):
+        layout = balanced_layout.__wrapped__(documents, 2, CAUSAL)
+        found = document_positions(layout, 0, documents)
+        (lengths,) = cumulative(((5, 11),), torch.device("cpu"))
+    assert layout == balanced_layout(documents, 2, CAUSAL)
+    assert found.tolist() == document_positions(layout, 0, documents).tolist()
+    assert lengths.tolist() == [*documents]
 
 
 def test_plans_choice_follows_the_bytes_of_gathered_keys():

@@ -41,7 +41,7 @@ from transformers.masking_utils import (
 )
 
 from tl_attention.api import kvcache
-from tl_attention.integrations import hf
+from tl_attention.integrations import hf, hf_mask_function
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()
@@ -406,6 +406,16 @@ def test_hf_chunks_are_packed_sequences():
     mask = create_chunked_causal_mask(config, torch.zeros(1, 10, 64), None, None)
     at = torch.arange(10)
     assert torch.equal(masked(mask, 10, 10), (at[:, None] // 4 == at // 4) & (at[:, None] >= at))
+
+
+def test_hf_mask_without_padding_waits_for_no_gpu(monkeypatch):
+    monkeypatch.setattr(hf_mask_function, "_inspect", None)
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 5, "q_offset": 2}
+    for function, options in ((causal_mask_function, {}), (None, {}), (None, {"local_size": 4})):
+        mask = hf.attention_mask(**sizes, mask_function=function, **options)
+        assert mask.causal and mask.rows is None and not mask.padded
+    static = hf.attention_mask(**sizes | {"kv_length": 9, "q_offset": torch.tensor(2)})
+    assert static.rows[2:, 1].tolist() == [3, 5, 5]
 
 
 def test_hf_mask_has_no_rows_where_they_are_redundant():

@@ -261,6 +261,17 @@ def test_torch_backend_forward_inplace_with_seqused_k():
     assert_close(lse, expected_lse)
 
 
+@pytest.mark.parametrize(
+    "shape, dtype, error", [((2, 4, 64), torch.float32, TypeError), ((3, 4, 64), BF16, ValueError)]
+)
+def test_torch_backend_forward_inplace_refuses_another_out(shape, dtype, error):
+    cu, q = torch.tensor([0, 1, 2], dtype=torch.int32), torch.randn(2, 4, 64).to(BF16)
+    with pytest.raises(error, match="^out: expected "):
+        torch_backend.flash_forward_inplace(
+            torch.empty(shape, dtype=dtype), q, q, q, cu, cu, 1, 1, 0.0, False, False
+        )
+
+
 def test_torch_backend_dense_windows_and_alibi():
     q, (k, v) = torch.randn(1, 30, 4, 64).to(BF16), torch.randn(2, 1, 50, 2, 64).to(BF16)
     slopes = torch.rand(4)

@@ -147,6 +147,12 @@ def test_torch_masks_backward_runs_where_the_forward_ran():
         assert found == "theirs"
 
 
+def test_torch_masks_seed_is_on_the_cpu_under_any_default_device():
+    with torch.device("meta"):
+        seed, offset = torch_masks._seed_and_offset(torch.device("meta"))
+    assert seed.device.type == offset.device.type == "cpu" and torch_masks._is_ours(seed, 0.0)
+
+
 def test_torch_masks_backward_in_a_cuda_graph_runs_where_the_forward_ran(monkeypatch):
     """Compiled code with CUDA graphs takes no outputs on the CPU, and a seed on the GPU, here on meta, cannot be read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

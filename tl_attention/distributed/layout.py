@@ -14,6 +14,7 @@ import torch
 Range = tuple[int, int]  # start, stop
 LayoutName = Literal["zigzag", "contiguous"]
 NAMES: tuple[str, ...] = get_args(LayoutName)
+CPU = "cpu"  # of all tensors here, under any default device of torch
 UNLIMITED = -1  # bound of a window
 # Balanced shards may differ in work by this share if that separates fewer keys from their queries
 BALANCE_SLACK = 0.01
@@ -87,8 +88,8 @@ class Layout:
 
     def tokens(self, rank: int) -> torch.Tensor:
         """Tokens of a rank in the order of its rows, int64 [rows] on the CPU."""
-        parts = [torch.arange(start, stop) for start, stop in self.ranges[rank]]
-        return torch.cat(parts) if parts else torch.arange(0)
+        parts = [torch.arange(start, stop, device=CPU) for start, stop in self.ranges[rank]]
+        return torch.cat(parts) if parts else torch.arange(0, device=CPU)
 
 
 def joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
@@ -135,7 +136,7 @@ def balanced_layout(documents: tuple[int, ...], world: int, window: Range) -> La
     """
     total = documents[-1]
     work, position = _work_of_tokens(documents, window)
-    left_over = torch.arange(total)
+    left_over = torch.arange(total, device=CPU)
     ranges = []
     for rank in range(world):
         size = left_over.numel() // (world - rank)
@@ -154,17 +155,17 @@ def balanced_layout(documents: tuple[int, ...], world: int, window: Range) -> La
         near = error <= max(float(error.min()), BALANCE_SLACK * float(fair))
         first = int(torch.where(near, price, torch.iinfo(price.dtype).max).argmin())
         ranges.append(_ranges_of(ring[first : first + size].sort().values))
-        keep = torch.ones(left_over.numel(), dtype=torch.bool)
-        keep[torch.arange(first, first + size) % left_over.numel()] = False
+        keep = torch.ones(left_over.numel(), dtype=torch.bool, device=CPU)
+        keep[torch.arange(first, first + size, device=CPU) % left_over.numel()] = False
         left_over = left_over[keep]
     return Layout(tuple(ranges))
 
 
 def _work_of_tokens(documents: tuple[int, ...], window: Range) -> tuple[torch.Tensor, torch.Tensor]:
     """Work of each token in keys, fp64 [total], and its position in its document, int64 [total]."""
-    bounds = torch.tensor(documents)
+    bounds = torch.tensor(documents, device=CPU)
     lengths = bounds.diff()
-    position = torch.arange(documents[-1]) - bounds[:-1].repeat_interleave(lengths)
+    position = torch.arange(documents[-1], device=CPU) - bounds[:-1].repeat_interleave(lengths)
     after = lengths.repeat_interleave(lengths) - 1 - position
     left, right = window
     seen = position if left == UNLIMITED else position.clamp(max=left)
@@ -183,7 +184,7 @@ def _ranges_of(tokens: torch.Tensor) -> tuple[Range, ...]:
 
 def document_positions(layout: Layout, rank: int, documents: Sequence[int]) -> torch.Tensor:
     """Position of each token of a rank in its document, int64 [rows] on the CPU."""
-    tokens, starts = layout.tokens(rank), torch.tensor(documents[:-1], dtype=torch.int64)
+    tokens, starts = layout.tokens(rank), torch.tensor(documents[:-1], dtype=torch.int64, device=CPU)
     if not tokens.numel():
         return tokens
     return tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]

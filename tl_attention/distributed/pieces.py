@@ -151,10 +151,10 @@ class Call:
 def cumulative(lengths: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
     """cu_seqlens of each list of lengths, int32, by one copy to the device."""
     sizes = [-(-(len(x) + 1) // ALIGNMENT) * ALIGNMENT for x in lengths]
-    whole = torch.zeros(sum(sizes), dtype=torch.int32)
+    whole = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
     parts = whole.split(sizes)
     for part, x in zip(parts, lengths, strict=True):
-        part[1 : len(x) + 1] = torch.tensor(x, dtype=torch.int32).cumsum(0)
+        part[1 : len(x) + 1] = torch.tensor(x, dtype=torch.int32, device="cpu").cumsum(0)
     if device.type == "cuda":
         parts = whole.pin_memory().to(device, non_blocking=True).split(sizes)
     return tuple(part[: len(x) + 1] for part, x in zip(parts, lengths, strict=True))

@@ -38,8 +38,9 @@ def attention_mask(
 
     The result carries what the model asked for, and attention_forward follows it, not the attributes of the layer. Causal and full masks,
     with a sliding window, packed sequences or chunks, and with padding before and after each sequence, run the kernels of the options.
-    mask_function is checked (one sync): any other mask becomes a BlockMask, with which flex_attention skips hidden blocks. In torch.compile
-    and CUDA graph capture it is checked on the device without a wait, and any other mask fails there.
+    mask_function and padding are checked (one sync; none for transformers' causal or full mask without padding): any other mask becomes a
+    BlockMask, with which flex_attention skips hidden blocks. In torch.compile and CUDA graph capture they are checked on the device without
+    a wait, and any other mask fails there.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
@@ -94,7 +95,7 @@ def attention_mask(
         if sequence is not None or padded:
             _assert_simple(sequence, tokens)
         mask.padded = padded and ~tokens.all()
-    else:
+    elif sequence is not None or padded:
         ends_early = (end_k < first_query + q_length) & (end_k > begin_k)
         is_other, padded, packed, ends_early = _inspect(sequence, tokens, ends_early, q_length == kv_length)
         mask.padded = padded

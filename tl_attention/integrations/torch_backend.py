@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
-from tl_attention.checks.common import expect_scale
+from tl_attention.checks.common import expect_like, expect_scale
 from tl_attention.checks.fp32 import check_precision
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations import torch_masks
@@ -268,6 +268,8 @@ def flash_forward_inplace(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace: flash_forward into out; returns the log-sum-exp."""
+    shape = *query.shape[:-1], value.shape[-1]
+    expect_like("out", out, query, (shape,), (query.dtype,))  # copy_() would cast and broadcast
     result, lse, *_ = flash_forward(
         query,
         key,

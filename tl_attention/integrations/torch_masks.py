@@ -239,10 +239,11 @@ def _seed_and_offset(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Seed and offset of a forward of this package, which has no dropout: where PyTorch has its own, on the CPU, and in CUDA graph capture
     on the GPU. A value cannot be read there: the seed's place in its memory says that it is ours.
     """
+    on = {"dtype": torch.int64, "device": "cpu"}
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        memory, offset = (torch.empty(shape, dtype=torch.int64, device=device) for shape in (PLACE + 1, ()))
-        return memory[PLACE], offset
-    return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
+        on["device"] = device
+        return torch.empty(PLACE + 1, **on)[PLACE], torch.empty((), **on)
+    return torch.tensor(OURS, **on), torch.empty((), **on)
 
 
 def _not_ours(result: tuple[Any, ...], seed: int, dropout_p: float) -> tuple[Any, ...]:

@@ -327,10 +327,14 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("transform", COMPILED)
 @pytest.mark.parametrize(
-    ("form", "name"),
-    [("flash", "causal"), ("flash", "alibi-of-each"), ("flash", "everything"), ("varlen", "everything")],
+    ("form", "name", "transform"),
+    [
+        *(("flash", "everything", transform) for transform in COMPILED),
+        ("flash", "causal", "vmap-grad"),
+        ("flash", "alibi-of-each", "vmap"),
+        ("varlen", "everything", "vmap-grad"),
+    ],
 )
 def test_compile_of_transforms_has_no_break(form, transform, name, device):
     torch._dynamo.reset()

@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The CPU, where the reference runs, and a GPU."""
+    return request.param
+
+
 @pytest.fixture
 def highest_precision() -> Iterator[None]:
     """Set the default precision of fp32 products to "highest" for a test."""

@@ -25,11 +25,6 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def flash(q, k, v, causal):
     """(out, natural lse) of q, k, v [batch, seqlen, heads, head_dim]."""
     return flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)[:2]

@@ -30,7 +30,6 @@ from rich.console import Console
 from rows import Row
 
 ENVIRONMENT = {"gpu": "H", "torch": "2", "commit": "c", "command": "run.py"}
-MS = 1.0
 
 
 def fake_row(provider: str, shape: str, ms: float | None, direction: str = "fwd", **other: object) -> Row:

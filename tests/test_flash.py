@@ -33,11 +33,6 @@ BF16 = torch.bfloat16
 BATCH, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 2, 4, 2, 64, 32
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def naive(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, sink=None, keep=None, p=0.0):
     """(out [seqlen_q, heads, head_dim_v], lse [heads, seqlen_q]) of one sequence, by definition."""
     (seqlen_q, heads, head_dim), seqlen_k = q.shape, k.shape[0]

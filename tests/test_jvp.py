@@ -32,11 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def inputs(
     device, batch=2, heads=4, heads_kv=2, seqlen_q=9, seqlen_k=20, head_dim=64, head_dim_v=None, dtype=BF16
 ):

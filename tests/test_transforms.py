@@ -28,11 +28,6 @@ SAMPLES, BATCH, HEADS, HEADS_KV, HEAD_DIM = 3, 2, 4, 2, 64
 TOTAL_Q, TOTAL_K = 9, 20
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def random(device, *sizes):
     return [torch.randn(size, dtype=BF16, device=device) for size in sizes]
 

@@ -277,7 +277,7 @@ def reference(
 def shown(shape: Shape, asked: Asked, place: tuple, as_option: bool) -> torch.Tensor:
     """Mask of some queries: bool [queries, keys]."""
     _, _, queries, keys = place
-    if as_option and shape.options.function == "prefix-lm":
+    if as_option and asked.option == {"causal": True} and not asked.ends:
         return queries >= keys
     mask = asked.block_mask
     if asked.option is not None:
@@ -290,9 +290,9 @@ def shown(shape: Shape, asked: Asked, place: tuple, as_option: bool) -> torch.Te
 
 CONVENTION = (
     "Functions of docs/flex.md, bf16. `our option` is the option of tl_attention that computes the same: causal, a window, packed "
-    "sequences; causal for prefix-lm, by TFLOPS of its own pairs; without a function for score_mods. TFLOPS count the pairs that a mask "
-    "shows. Gradients of relative, buckets and the biases are included. Ratios are of median times, that to `our option` of TFLOPS; behind "
-    "our speed stands its rms error over the rms value of an fp32 result, in one head."
+    "sequences; causal for prefix-lm, shared-prompt and tree, by TFLOPS of its own pairs; without a function for score_mods. TFLOPS count "
+    "the pairs that a mask shows. Gradients of relative, buckets and the biases are included. Ratios are of median times, that to `our "
+    "option` of TFLOPS; behind our speed stands its rms error over the rms value of an fp32 result, in one head."
 )
 
 

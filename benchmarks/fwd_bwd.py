@@ -161,7 +161,7 @@ def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, caus
     text = "; ".join(
         f"{name} is {slope:.3f} of that without dropout on average" for name, slope in slopes.items()
     )
-    return BwdComparison(max(ratios.values()) <= 1, ratios, text)
+    return BwdComparison(max(ratios.values()) <= 1, ratios, text, {})
 
 
 def option_heads(shape: Shape) -> int:

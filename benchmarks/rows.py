@@ -47,6 +47,7 @@ STORED = (
         "status",
         "reason",
         "max_err_ratio",
+        "mean_errors",
         "rms_error",
         "seen",
         "lse_err_ratio",
@@ -270,6 +271,16 @@ def ratio_over(row: Row, name: str) -> float | None:
 def peer_ratios(row: Row) -> dict[str, float]:
     """Peer -> our speed over its."""
     return {name: quartiles[1] for name, quartiles in row.get("ratios", {}).items() if name not in TWINS}
+
+
+def error_over(group: dict[str, Row], name: str) -> float | None:
+    """Our mean error over that of a provider, the largest of out and gradients; None where it is unknown.
+
+    Both are errors of the same problem, seed and checked heads against the reference, see numeric.mean_error.
+    """
+    ours, other = (group.get(provider, {}).get("mean_errors") or {} for provider in (OURS, name))
+    ratios = [error / other[x] for x, error in ours.items() if error is not None and other.get(x)]
+    return max(ratios, default=None)
 
 
 def cost(row: Row) -> float | None:

@@ -19,7 +19,19 @@ from rich.progress import (
 )
 from rich.table import Table
 from row_kernels import mark
-from rows import OURS, PLAIN, Row, best, compared, describe, peer_ratios, ratio_over, speed, unit
+from rows import (
+    OURS,
+    PLAIN,
+    Row,
+    best,
+    compared,
+    describe,
+    error_over,
+    peer_ratios,
+    ratio_over,
+    speed,
+    unit,
+)
 
 from tl_attention.problem.attn_problem import DECODE
 
@@ -69,6 +81,7 @@ Columns = Mapping[str, tuple[str, str]]  # of our row: column -> key and format
 DETAILS: Columns = {
     "ms": ("ms", ".3f"),
     "error": ("max_err_ratio", ".2f"),
+    "error by fa2": ("error_over_fa2", ".2f"),
     "score": ("score", ".2f"),
     "by fa4": ("score_over_fa4", ".2f"),
 }
@@ -76,6 +89,7 @@ DECODE_DETAILS: Columns = {
     "µs": ("us", ".1f"),
     "% copy": ("pct_copy", ".1f"),
     "error": ("max_err_ratio", ".2f"),
+    "error by fa2": ("error_over_fa2", ".2f"),
 }
 
 
@@ -235,13 +249,17 @@ def _grid(rows: list[Row], bold: tuple[str, str], details: Columns) -> tuple[lis
     """Header and lines of the table that terminal and Markdown share."""
     names = compared(rows)
     titles = {row["provider"]: row["title"] for row in rows}
+    groups = sorted(row_files.by_problem(rows).values(), key=_order)
+    of_ours = [group.get(OURS, {}) | {"error_over_fa2": error_over(group, "fa2")} for group in groups]
     details = {
-        column: spec for column, spec in details.items() if any(row.get(spec[0]) is not None for row in rows)
+        column: spec
+        for column, spec in details.items()
+        if any(row.get(spec[0]) is not None for row in (*rows, *of_ours))
     }
     lines = []
-    for group in sorted(row_files.by_problem(rows).values(), key=_order):
-        fastest, ours = best(group), group.get(OURS)
-        problem = describe(next(iter(group.values()))) + mark(ours)
+    for group, ours in zip(groups, of_ours, strict=True):
+        fastest = best(group)
+        problem = describe(next(iter(group.values()))) + mark(group.get(OURS))
         speeds = [cell(group.get(name), fastest, bold) for name in names]
         lines.append([problem, *speeds, *(_number(ours, *spec) for spec in details.values())])
     return ["problem", *(titles[name] for name in names), *details], lines

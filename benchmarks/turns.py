@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -172,9 +173,15 @@ def found(
         when: what was checked, in words.
         unchecked: tensors that must hold no NaN or inf.
     """
+    names = dict.fromkeys(name for check in checks for name in check.mean_errors)
+    errors = {
+        name: statistics.mean(check.mean_errors[name] for check in checks if name in check.mean_errors)
+        for name in names
+    }
     row: Row = {
         "correct": all(check.ok for check in checks),
         "max_err_ratio": finite(max(check.max_err_ratio for check in checks)),
+        "mean_errors": {name: finite(error) for name, error in errors.items()},
     }
     if not row["correct"]:
         wrong = "; ".join(check.text for check in checks if not check.ok)

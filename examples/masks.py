@@ -1,7 +1,7 @@
 """A gallery of masks: each function makes the BlockMask of n tokens, for flex_attention.
 
     python examples/masks.py                     all of them, as text
-    python examples/masks.py documents tree
+    python examples/masks.py documents prefix_tree
 
 docs/masks.md shows their pictures: `python scripts/masks.py` writes it from this file. Needs no GPU.
 """
@@ -88,29 +88,17 @@ def documents_in_both_directions(n):
 
 def shared_prompt(n):
     """Several answers to one prompt of 1024 tokens in one sequence: each sees the prompt and itself.
-    The prompt is computed once for all answers, as in rollouts and in preference training."""
-    bounds = torch.tensor([0, 1024, 1800, 2600, 3100, n], device=DEVICE)
-    part = block_masks.document_ids(bounds, n)
-
-    def mask(b, h, q, k):
-        return (q >= k) & ((part[q] == part[k]) | (part[k] == 0))
-
-    return create_block_mask(mask, None, None, n, n, device=DEVICE)
+    The prompt is computed once for all answers, as in GRPO and in preference training."""
+    lengths = [1024, 776, 800, 500, n - 3100]  # of the prompt, then of its answers
+    return block_masks.prefix_tree([-1, 0, 0, 0, 0], lengths, device=DEVICE)
 
 
-def tree(n):
-    """A tree of continuations, each 512 tokens: a token sees its node and the nodes on the way to the root.
-    For search, and for drafts with branches."""
-    parents = [-1, 0, 0, 1, 1, 2, 2, 5]  # node -> its parent
-    sees = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents[1:], 1):
-        sees[node] |= sees[parent]
-    sees = sees.to(DEVICE)
-
-    def mask(b, h, q, k):
-        return (q >= k) & sees[q // 512, k // 512]
-
-    return create_block_mask(mask, None, None, n, n, device=DEVICE)
+def prefix_tree(n):
+    """Trees of continuations, packed depth first: a token sees its node and the nodes on the way to the root.
+    For search, dialogues with branches and drafts; here two trees, of which the second is a chain."""
+    parents = [-1, 0, 1, 1, 0, 4, 4, -1, 7]  # node -> its parent
+    lengths = [600, 500, 300, 700, 400, 250, 350, 500, n - 3600]
+    return block_masks.prefix_tree(parents, lengths, device=DEVICE)
 
 
 def images_in_text(n):
@@ -180,7 +168,7 @@ def padded_keys(n):
 
 GALLERY = {
     "Language models": (causal, sliding_window, window_and_first_tokens, chunks, prefix_lm),
-    "Packed sequences": (documents, documents_in_both_directions, shared_prompt, tree, padded_keys),
+    "Packed sequences": (documents, documents_in_both_directions, shared_prompt, prefix_tree, padded_keys),
     "Images and video": (images_in_text, frames, neighbourhood, tiles),
     "Encoders and sparse patterns": (two_sided_window, global_tokens, local_and_strided),
 }

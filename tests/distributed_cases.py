@@ -285,6 +285,11 @@ def disagree() -> dict[str, str]:
     found["cross"] = raised(attend, x, *[x[:, :3]] * 2)
     found["layout"] = raised(attend, x, x, x, layout="zigzag" if first else "contiguous")
     found["gradient"] = raised(attend, x.clone().requires_grad_(first), x, x)
+    attend(x, x, x)
+    found["jvp"] = raised(torch.func.jvp, lambda x: attend(x, x, x), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        found["dual"] = raised(attend, x, x, x, method="ring")
+    found["vmap"] = raised(torch.vmap(lambda x: attend(x, x, x)), x[None])
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     outs = [attend(x, x, x, one, causal=True) for one in (None, dist.group.WORLD, mesh, mesh["cp"])]
     found["groups"] = str(all(torch.equal(out, outs[0]) for out in outs))

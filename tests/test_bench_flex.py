@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tl_attention import block_masks
 from tl_attention.testing import functions, timer
 from tl_attention.testing.shapes import Shape
 
@@ -36,7 +37,8 @@ def test_bench_flex_compares_options_and_biases(
     monkeypatch.setattr(timer, "on_capture_stream", contextlib.nullcontext)
     monkeypatch.setattr(flex, "kernels_of", lambda shape, direction: [])
     names = ["tl_attention", "option", "efficient"]
-    shapes = [str(shape_of(function)) for function in ("documents", "half", "relative", "bias-of-heads")]
+    asked = "documents", "half", "relative", "bias-of-heads", "shared-prompt"
+    shapes = [str(shape_of(function)) for function in asked]
     argv = ["--set", "flex", "--pass", direction, "--shapes", *shapes, "--providers", *names]
     assert run.main([*argv, "--out", str(tmp_path), "--rounds", "3"]) == 0
     rows, _ = row_files.read(tmp_path / f"{direction}_flex.jsonl")
@@ -45,6 +47,7 @@ def test_bench_flex_compares_options_and_biases(
         "documents": ["ok", "ok", "skipped"],
         "half": ["ok", "skipped", "skipped"],
         "relative": ["ok", "ok", "skipped"],
+        "shared-prompt": ["ok", "ok", "skipped"],
     }.items():
         assert [found[name, provider]["status"] for provider in names] == statuses
     assert found["bias-of-heads", "tl_attention"]["status"] == "ok"
@@ -66,6 +69,16 @@ def test_bench_flex_functions_show_the_pairs_that_they_say(name: str) -> None:
     for as_option, share in enumerate(asked.seen[: 1 if asked.option is None else 2]):
         seen = flex.shown(shape, asked, (0, 0, queries, keys), bool(as_option)).float().mean()
         assert abs(seen - share) < (0.1 if asked.option is None else 1e-4)
+
+
+def test_bench_flex_shared_prompt_is_a_prefix_tree() -> None:
+    lengths = [4096, *[2048] * 8]
+    asked = functions.of_shape(shape_of("shared-prompt", sum(lengths)), CPU)
+    mask = block_masks.prefix_tree([-1] + [0] * 8, lengths, device="cpu")
+    queries, keys = (torch.arange(0, sum(lengths), 31).view(size) for size in ((-1, 1), (-1,)))
+    assert torch.equal(asked.mask_mod(0, 0, queries, keys), mask.mask_mod(0, 0, queries, keys))
+    with pytest.raises(ValueError, match="at least 32 queries for function=tree, got 31"):
+        functions.check(shape_of("tree", 31))
 
 
 def test_bench_flex_says_what_it_cannot() -> None:

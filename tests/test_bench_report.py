@@ -460,6 +460,17 @@ def test_bench_slowest_rows_come_first() -> None:
     assert lines[0] == f"0.89 score, {names[-1]} ({row_files.describe(ours(names[-1], 1.0))})"
 
 
+def test_bench_shows_our_error_beside_that_of_fa2(tmp_path: Path) -> None:
+    errors = {"dq": 3e-3, "dk": 3e-3, "dv": 2e-3}
+    rows = forward("bwd")
+    rows[0] |= {"mean_errors": errors}
+    rows[1] |= {"mean_errors": errors | {"dk": 2e-3}}
+    read, _ = row_files.read(store(tmp_path, rows))
+    header, _, first, second = tables.markdown(read).splitlines()
+    assert header.endswith("| ms | error | error by fa2 |")
+    assert first.endswith(" | 1.50 |") and second.endswith(" | – |")
+
+
 def test_bench_stored_runs_can_be_judged_anew(tmp_path: Path, peers_folder: Path) -> None:
     folder = tmp_path / "run"
     path = store(folder, ROWS)

@@ -514,7 +514,7 @@ def test_schedules_of_backwards_of_block_masks(width):
     assert bwd_pass.schedule == "dynamic-late"
     assert bwd_pass.order
     dynamic = BwdConfig((replace(bwd_pass, schedule="dynamic"),))
-    assert "schedule: expected grid or dynamic-late or split here" in legality.fault(mask, dynamic)
+    assert "schedule: expected grid or dynamic-late or stream-K here" in legality.fault(mask, dynamic)
     slopes = torch.rand(HEADS)
     scored = trace(lambda s, b, h, q, k: s + slopes[h] * (k - q), causal, False).program.with_bits[0]
     for each in (scored, program.as_listed):

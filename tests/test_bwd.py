@@ -119,8 +119,8 @@ CURATED = {name: case for name, case in FORWARD_CASES.items() if name not in FOR
     "last-tiles-shared": ("1,5,5,3333,3333,128,full", {}),
     "last-tiles-shared-gqa": ("2,12,3,1300,5700,128,full", {"layout": "bhsd", "with_dlse": True}),
     "last-tiles-shared-d64": ("1,7,7,6001,5003,64,full", {"dtype": FP16}),
-    "gqa-7-in-unequal-parts": ("1,28,4,600,3500,128,causal", {}),
-    "gqa-in-one-part": ("4,32,16,1200,1200,128,full", {}),
+    "gqa-7-in-unequal-shares": ("1,28,4,600,3500,128,causal", {}),
+    "gqa-of-one-sharer": ("4,32,16,1200,1200,128,full", {}),
     "gqa-4-d192-128": ("2,8,2,777,1000,192,128,causal", {}),
     "gqa-2-d160": ("2,4,2,555,333,160,causal", {}),
     "fp16-d136-dlse": ("2,3,3,300,777,136,full", {"with_dlse": True, "dtype": FP16}),
@@ -276,7 +276,7 @@ MEMORY = {
     "gqa-4": "2,8,2,2000,2111,128,causal",
     "gqa-4-d192-128": "2,8,2,2000,2111,192,128,causal",
     "mqa-long": "1,16,1,8192,8192,128,causal",
-    "gqa-in-one-part": "4,32,16,1200,1200,128,full",
+    "gqa-of-one-sharer": "4,32,16,1200,1200,128,full",
 }
 
 
@@ -292,7 +292,7 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
         lse and delta  2 * batch * heads_q * seqlen_q
         dq             batch * heads_q * seqlen_q * head_dim, if one pass computes it with dk and dv; in a fixed order also a
                        number per 16 queries, rounded up
-        dk and dv      parts * batch * heads_kv * seqlen_k * (head_dim + head_dim_v), if several CTAs (parts) share the
+        dk and dv      sharers * batch * heads_kv * seqlen_k * (head_dim + head_dim_v), if several CTAs (sharers) share the
                        query heads of a key head; of the last tiles alone, if they share those
 
     A tensor that TMA can address is never copied.
@@ -325,10 +325,10 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
     keys = shape.batch * shape.heads_q * (shape.seqlen_k + 192)  # rounded up to a tile
     if shape.heads_q == shape.heads_kv:
         keys = (
-            128 * 16 * sm_count(0) * any(one.is_split for one in config.passes)
-        )  # at most a tile per SM, in 16 parts
-    parts = 4 * keys * (problem.head_dim + problem.head_dim_v)
-    assert stated <= workspace <= stated + parts
+            128 * 16 * sm_count(0) * any(one.is_stream_k for one in config.passes)
+        )  # at most a tile per SM, by 16 sharers
+    partials = 4 * keys * (problem.head_dim + problem.head_dim_v)
+    assert stated <= workspace <= stated + partials
 
 
 @pytest.mark.gpu

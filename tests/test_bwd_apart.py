@@ -20,7 +20,7 @@ from tl_attention.problem.target import REGISTERS
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 
-SCHEDULES = ["dynamic", "dynamic-late", "split", "ordered"]
+SCHEDULES = ["dynamic", "dynamic-late", "stream-K", "ordered"]
 
 
 def apart(schedule: str, width: int = 128, rounds_dq: bool = False) -> BwdConfig:
@@ -48,16 +48,16 @@ def capped(schedule: str, rounds_dq: bool = False) -> BwdConfig:
 
 
 def test_softcaps_of_d64_have_steps_of_64_queries():
-    for config in (capped("dynamic-late"), capped("split"), capped("split", rounds_dq=True)):
+    for config in (capped("dynamic-late"), capped("stream-K"), capped("stream-K", rounds_dq=True)):
         assert fault(CAPPED, config) is None
         assert "d64 in steps of 128 queries" in fault(AttnProblem("bfloat16", 64, 64, True), config)
-    assert "got d64 in steps of 128" in fault(CAPPED, apart("split", 64))
+    assert "got d64 in steps of 128" in fault(CAPPED, apart("stream-K", 64))
     assert "another option" in fault(replace(CAPPED, head_dim=128, head_dim_v=128), capped("dynamic-late"))
 
 
 def test_additions_in_turns_are_deterministic():
     assert apart("ordered").deterministic
-    assert not apart("split").deterministic
+    assert not apart("stream-K").deterministic
 
 
 def test_warps_that_keep_the_order_have_registers():
@@ -74,7 +74,7 @@ def test_warps_that_keep_the_order_have_registers():
         "2,3,3,1000,1000,128,128,full",
         "1,6,2,900,1031,128,128,causal",
         "1,6,2,1031,900,128,120,full",
-        "3,4,4,77,333,104,128,causal",  # fewer steps than parts
+        "3,4,4,77,333,104,128,causal",  # fewer steps than sharers
         "1,1,1,1,1,128,128,full",
         "2,8,2,2048,2048,128,128,causal",  # CTAs compute several tiles
         "12,12,12,1024,1024,128,128,full",
@@ -99,7 +99,7 @@ def test_gradients_match_the_reference(shape, schedule):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
     shape = Shape.parse(f"3,12,4,400,700,{width},{width},causal")
-    run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True, config=apart("split", width))
+    run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True, config=apart("stream-K", width))
 
 
 @pytest.mark.gpu
@@ -134,7 +134,7 @@ def test_gradients_in_turns_have_the_same_bits(width, causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", ["dynamic-late", "split", "rounds-dq"])
+@pytest.mark.parametrize("schedule", ["dynamic-late", "stream-K", "rounds-dq"])
 @pytest.mark.parametrize("sizes", [(2, 12, 4, 1000, 1031), (30, 4, 4, 600, 600), (1, 1, 1, 1, 77)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradients_of_softcaps_match_those_of_another_order(causal, sizes, schedule):
@@ -144,7 +144,7 @@ def test_gradients_of_softcaps_match_those_of_another_order(causal, sizes, sched
     dout = make_dout(shape, torch.bfloat16)
     options = Options(softcap=1.5)
     out, lse = launch.forward(q, k, v, 0.125, causal, False, options=options)
-    config = capped("split", rounds_dq=True) if schedule == "rounds-dq" else capped(schedule)
+    config = capped("stream-K", rounds_dq=True) if schedule == "rounds-dq" else capped(schedule)
     other = BwdConfig((BwdPass("dq+dk+dv", 128, 128, 3, 2, True),))
     found, wanted = (
         tuple(

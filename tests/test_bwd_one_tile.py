@@ -93,7 +93,7 @@ def sizes(seqlen_q: int, seqlen_k: int, batch: int = 8, heads: int = 16, heads_k
     return BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, 128, 2, costs_of(), 0, seqlen_q)
 
 
-def test_no_sums_of_dq_and_parts_by_visited_queries():
+def test_no_sums_of_dq_and_sharers_by_visited_queries():
     (one,) = tile_config(D64).passes
     assert sizes(500, 120).unseen_queries(one, True) == 256  # 380 see no key
     assert sizes(500, 120).unseen_queries(one, False) == sizes(77, 120).unseen_queries(one, True) == 0
@@ -101,9 +101,9 @@ def test_no_sums_of_dq_and_parts_by_visited_queries():
     for problem in (D64, causal):
         buffers = KeyBuffers(one, problem, sizes(500, 120))
         (dq_rows, *_), *_ = buffers.empty[0]
-        assert buffers.writes_dq and dq_rows == 0 and buffers.parts > 1
+        assert buffers.writes_dq and dq_rows == 0 and buffers.sharers > 1
     alone = KeyBuffers(one, causal, sizes(128, 128, batch=64, heads_kv=16))
-    assert alone.parts == 1 and all(shape[0] == 0 for shape, *_ in alone.empty)
+    assert alone.sharers == 1 and all(shape[0] == 0 for shape, *_ in alone.empty)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_causal_pass_shares_all_tiles_or_none(batch, heads, heads_kv, seqlen_q, 
         batch, heads, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, costs_of(), 0, min(seqlen_q, seqlen_k)
     )
     buffers = KeyBuffers(one, problem, many)
-    assert one.one_tile and (buffers.parts, buffers.whole) == (1, batch * heads_kv)
+    assert one.one_tile and (buffers.sharers, buffers.whole) == (1, batch * heads_kv)
 
 
 @pytest.mark.gpu

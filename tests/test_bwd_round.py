@@ -33,7 +33,7 @@ BF16 = "bfloat16"
 
 
 def rounding(width: int) -> BwdConfig:
-    return apart("split", width, rounds_dq=True)
+    return apart("stream-K", width, rounds_dq=True)
 
 
 def config_of(shape: Shape) -> BwdConfig:
@@ -48,9 +48,9 @@ def test_warps_that_round_fit(width):
         assert fault(AttnProblem(BF16, width, width, causal), rounding(width)) is None
 
 
-def test_rounding_needs_the_order_apart_and_the_schedule_split():
+def test_rounding_needs_the_order_apart_and_the_schedule_stream_k():
     problem = AttnProblem(BF16, 128, 128, True)
-    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-dK", "split", rounds_dq=True),))
+    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-dK", "stream-K", rounds_dq=True),))
     for config in (apart("dynamic", rounds_dq=True), apart("dynamic-late", rounds_dq=True), early):
         assert "rounds_dq: expected False" in fault(problem, config)
 
@@ -73,11 +73,11 @@ def test_a_group_fits_the_slots(units, tiles, causal):
 
 
 def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, int]]:
-    """(unit, count) of each tile in the order in which CTAs draw them: key_tiles.SplitOrder and scheduler.Tile in Python."""
+    """(unit, count) of each tile in the order in which CTAs draw them: key_tiles.StreamKOrder and scheduler.Tile in Python."""
     n_blocks, group, _ = buffers.counts
     tiles = units * n_blocks
-    numbers = [(n, buffers.parts) for n in range(buffers.whole)]
-    numbers += [(n, 1) for n in range(buffers.whole, tiles) for _ in range(buffers.parts)]
+    numbers = [(n, buffers.sharers) for n in range(buffers.whole)]
+    numbers += [(n, 1) for n in range(buffers.whole, tiles) for _ in range(buffers.sharers)]
 
     def unit(number: int) -> int:
         if not causal:
@@ -122,7 +122,7 @@ def test_nothing_waits_forever_and_no_memory_has_two_heads(
         queries,
     )
     buffers, units, rng = KeyBuffers(one, problem, sizes), batch * heads_kv, random.Random(seed)
-    wanted, slots = buffers.counts[0] * buffers.parts, buffers.slots
+    wanted, slots = buffers.counts[0] * buffers.sharers, buffers.slots
     draws = iter(draws_of(buffers, units, causal))
     tiles = {cta: next(draws, None) for cta in range(running)}
     added, rounded = [0] * units, 0
@@ -149,7 +149,7 @@ def test_workspace_does_not_grow_with_the_batch():
 
     rows = 2 * 4 * 512 * 16  # lse and delta of a batch entry
     assert workspace(64, rounding(128)) - workspace(32, rounding(128)) < 32 * (rows + 16 * 2 * 4) + 8192
-    assert workspace(64, apart("split")) - workspace(32, apart("split")) > 32 * 512 * 16 * 128 * 4
+    assert workspace(64, apart("stream-K")) - workspace(32, apart("stream-K")) > 32 * 512 * 16 * 128 * 4
 
 
 def after_forward(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
@@ -166,7 +166,7 @@ def after_forward(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         "2,3,3,1000,1000,128,128,full",
         "1,6,2,900,1031,128,128,causal",
         "1,6,2,1031,900,128,120,full",
-        "3,4,4,77,333,104,128,causal",  # parts without queries
+        "3,4,4,77,333,104,128,causal",  # shares without queries
         "1,1,1,1,1,128,128,full",
         "33,16,16,511,511,128,128,causal",  # sums take the memory of earlier ones
         "16,16,16,1030,1030,128,128,full",
@@ -198,7 +198,7 @@ def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [rounding, functools.partial(apart, "split")], ids=["rounds", "sums"])
+@pytest.mark.parametrize("config", [rounding, functools.partial(apart, "stream-K")], ids=["rounds", "sums"])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
     ("sizes", "window"),
@@ -243,7 +243,7 @@ def test_streams_at_once():
     """Each kernel has SMs for some of its CTAs only, and all go on."""
     shape = Shape.parse("64,16,16,512,512,128,128,causal")
     arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
-    expected = tuple(launch.backward(*arguments, config=apart("split")).values())
+    expected = tuple(launch.backward(*arguments, config=apart("stream-K")).values())
     streams = [torch.cuda.Stream() for _ in range(3)]
     results = []
     torch.cuda.synchronize()
@@ -261,7 +261,7 @@ def test_streams_at_once():
 def test_dq_in_a_slice_of_a_tensor():
     shape = Shape.parse("5,8,8,400,400,128,128,full")
     arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
-    expected = launch.backward(*arguments, config=apart("split"))["q"]
+    expected = launch.backward(*arguments, config=apart("stream-K"))["q"]
     packed = torch.full((5, 400, 3, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
     launch.backward(*arguments, dq=packed[:, :, 1], config=rounding(128))
     torch.testing.assert_close(packed[:, :, 1], expected, rtol=0.02, atol=0.02)

@@ -29,7 +29,7 @@ LENGTHS = (300, 0, 77, 513, 129, 1, 1260), (260, 140, 77, 700, 0, 129, 1260)
 def test_packed_sequences_round_with_the_schedule_dynamic_late():
     problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
     assert fault(problem, apart("dynamic-late", rounds_dq=True)) is None
-    for schedule in ("grid", "split"):
+    for schedule in ("grid", "stream-K"):
         assert fault(problem, apart(schedule, rounds_dq=True)) is not None
 
 
@@ -40,9 +40,9 @@ def test_a_head_of_the_longest_sequence_fits_the_ring(tiles, longest):
     assert ring >= min(tiles, SIDE_WAVES * 132)
 
 
-def located(table, counts, key_heads, parts, side_tiles, last_entries):
-    """(sequence, key head, part, block, tiles before its head) per number, as sequence_order.SequenceTile.locate() finds them."""
-    heads = key_heads * parts
+def located(table, counts, key_heads, sharers, side_tiles, last_entries):
+    """(sequence, key head, sharer, block, tiles before its head) per number, as sequence_order.SequenceTile.locate() finds them."""
+    heads = key_heads * sharers
     for number in range(heads * sum(counts)):
         b, block = table[number // heads]
         first_entry, tiles = number // heads - block, counts[b]
@@ -53,8 +53,8 @@ def located(table, counts, key_heads, parts, side_tiles, last_entries):
         if in_sequence >= side_head * tiles:
             block, beside = divmod(in_sequence - side_head * tiles, heads - side_head)
             head = side_head + beside
-        key_head, part = divmod(head, parts)
-        yield b, key_head, part, block, first_entry * key_heads + key_head * tiles
+        key_head, sharer = divmod(head, sharers)
+        yield b, key_head, sharer, block, first_entry * key_heads + key_head * tiles
 
 
 @given(
@@ -63,18 +63,20 @@ def located(table, counts, key_heads, parts, side_tiles, last_entries):
     st.integers(1, 3),
     st.integers(1, 20),
 )
-def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts, sms):
+def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, sharers, sms):
     counts = [-(-max(*both, 1) // TABLE_ROWS) for both in lengths]
     _, entries = table_counts(*map(sum, zip(*lengths, strict=True)), len(lengths), True)
     table = [(b, block) for b, count in enumerate(counts) for block in range(count)]
     slots = heads * len(table)
     table += [(0, -1)] * (entries - len(table))
     assert len(table) == entries
-    ctas = min(sms, entries * heads * parts)
-    ends = SIDE_WAVES * ctas, -(-LAST_WAVES * ctas // (heads * parts))
-    found = list(located(table, counts, heads, parts, *ends))
-    assert sorted(before + block for *_, block, before in found) == [n // parts for n in range(slots * parts)]
-    assert len({tile[:4] for tile in found}) == slots * parts
+    ctas = min(sms, entries * heads * sharers)
+    ends = SIDE_WAVES * ctas, -(-LAST_WAVES * ctas // (heads * sharers))
+    found = list(located(table, counts, heads, sharers, *ends))
+    assert sorted(before + block for *_, block, before in found) == [
+        n // sharers for n in range(slots * sharers)
+    ]
+    assert len({tile[:4] for tile in found}) == slots * sharers
 
     head_of = {before + block: (b, head) for b, head, _, block, before in found}
     last_draw = {(b, head): number for number, (b, head, *_) in enumerate(found)}

@@ -12,7 +12,7 @@ from tl_attention import launch
 from tl_attention.config import configs
 from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.costs import costs_of
-from tl_attention.launch import bwd, bwd_kernels, bwd_passes, common, parts
+from tl_attention.launch import bwd, bwd_kernels, bwd_passes, common, terms
 from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
 from tl_attention.problem.target import DEFAULT_GPU
@@ -22,7 +22,7 @@ COSTS, HALF, FULL = costs_of(), torch.bfloat16, (-1, -1)
 
 @pytest.fixture
 def allocated(monkeypatch):
-    """Bytes of each allocation of a launch, without those of the parts of fp32 tensors."""
+    """Bytes of each allocation of a launch, without those of the terms of fp32 tensors."""
     found = []
 
     def empty_part(shape, strides, dtype):
@@ -37,7 +37,7 @@ def allocated(monkeypatch):
 
     for module in (bwd, bwd_passes, common):
         monkeypatch.setattr(module, "empty", empty)
-    monkeypatch.setattr(parts, "empty", empty_part)
+    monkeypatch.setattr(terms, "empty", empty_part)
     monkeypatch.setattr(bwd_kernels, "compile_config", compiled)
     monkeypatch.setattr(bwd, "device_costs", lambda device: COSTS)
     monkeypatch.setattr(bwd_kernels, "_kernels", {})
@@ -82,13 +82,13 @@ def test_bwd_workspace_is_what_a_launch_allocates(allocated, direction, packed, 
     cases = [("bfloat16", HALF, 0, width) for width in widths] + [
         ("float32-high", torch.float32, 2, widths[1])
     ]
-    for sizes, (name, dtype, parts_of, width) in itertools.product(SIZES, cases):
+    for sizes, (name, dtype, terms_of, width) in itertools.product(SIZES, cases):
         q, k, v, out, lse = tensors(sizes, *width, dtype, packed)
         ends = torch.empty(sizes[0] + 1, dtype=torch.int32, device="meta") if packed else None
         options = Options(
-            window=window, parts=parts_of, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_k=sizes[4]
+            window=window, parts=terms_of, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_k=sizes[4]
         )
-        options = options if options.names or parts_of else None
+        options = options if options.names or terms_of else None
         names = () if options is None else options.names
         deterministic = direction == "bwd_det"
         plan = bwd.BwdPlan(out, q, k, v, out, q, k, v, causal, False, deterministic, options=options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tl_attention import flex_attention
-from tl_attention.api import flex
+from tl_attention.api import flex_calls
 from tl_attention.reference.flex import flex_reference
 from tl_attention.testing import functions
 from tl_attention.testing.shapes import Shape
@@ -125,7 +125,7 @@ def test_tables_match_kernels_without_them(name, monkeypatch):
     )
     dout, results = torch.randn_like(q), []
     for least in (2**60, 0):
-        monkeypatch.setattr(flex, "MIN_SCORES", least)
+        monkeypatch.setattr(flex_calls, "MIN_SCORES", least)
         out = flex_attention(q, k, v, score_mod)
         results.append([out, *torch.autograd.grad(out, [q, k, v, learned], dout)])
     for x, y in zip(*results, strict=True):

@@ -55,7 +55,7 @@ ERRORS = {
     "no-kv-heads": (lambda: with_k(heads_kv=0), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 0"),
     "k-head-dim": (lambda: with_k(head_dim=72), {}, ValueError, r"k: expected the head_dim of q, 64, got 72"),
     "head-dim-0": (lambda: qkv(head_dim=0, head_dim_v=0), {}, ValueError, r"q, k, v: expected head dims of at least 1, got 0 for"),
-    "head-dim-large": (lambda: qkv(head_dim=264), {}, NotImplementedError, r"q, k: expected a head_dim of at most 256, got 264"),
+    "head-dim-large": (lambda: qkv(head_dim=264), {}, NotImplementedError, r"q, k: expected a head_dim of at most 256, got 264.*; call"),
     "head-dim-v-larger": (lambda: qkv(head_dim_v=128), {}, NotImplementedError, r"v: expected a head_dim of at most that of q and k, 64"),
     "scale-inf": (qkv, {"sm_scale": math.inf}, ValueError, r"sm_scale: expected a finite number, or None.*got inf"),
     "scale-nan": (qkv, {"sm_scale": math.nan}, ValueError, r"sm_scale: expected a finite number"),
@@ -85,6 +85,35 @@ def test_wrong_calls_have_their_own_plan_key(inputs, options, error, text, monke
     tensors = inputs()
     if not options and all(isinstance(x, torch.Tensor) for x in tensors):
         assert launch.common.qkv_key(*tensors, False, True) != launch.common.qkv_key(*qkv(), False, True)
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "hint"), [(8, True), (4, True), (3, False)], ids=["equal", "grouped", "no-divisor"]
+)
+def test_hint_to_transpose_where_it_helps(heads_kv, hint):
+    """Tensors [batch, heads, seqlen, head_dim] of 8 query heads in a function that takes [batch, seqlen, heads, head_dim]."""
+    q, k = torch.zeros(2, 8, 100, 64).bfloat16(), torch.zeros(2, heads_kv, 128, 64).bfloat16()
+    with pytest.raises(
+        ValueError, match="k, v: expected a number of heads that divides the 100 of q"
+    ) as error:
+        flash_attn_func(q, k, k)
+    assert ("call transpose(1, 2)" in str(error.value)) == hint
+
+
+@pytest.mark.parametrize("window", [(3, 0), [3, 0], range(3, -3, -3)], ids=["tuple", "list", "range"])
+def test_window_is_any_sequence_of_two(window):
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    assert torch.equal(
+        flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=(3, 0))
+    )
+
+
+def test_dropout_is_of_dropout_p_whatever_the_grad_mode():
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    state = torch.tensor([1, 2])
+    out = flash_attn_func(q.requires_grad_(), k, v, dropout_p=0.5, rng_state=state)
+    with torch.no_grad():
+        assert torch.equal(out, flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state))
 
 
 @pytest.mark.gpu
@@ -234,6 +263,7 @@ LENGTH_ERRORS = {
     "cu-is-no-tensor": ({"cu_seqlens_q": [0, 5]}, TypeError, r"cu_seqlens_q: expected a torch\.Tensor, got list"),
     "cu-missing": ({"cu_seqlens_k": None}, TypeError, r"cu_seqlens_k: expected a torch\.Tensor, got NoneType"),
     "cu-empty": ({"cu_seqlens_q": cu()}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(0,\)"),
+    "cu-2-d": ({"cu_seqlens_q": cu(0, 2, 5)[None]}, ValueError, r"cu_seqlens_q: expected shape.*\(1, 3\); pass cu_seqlens_q\.flatten\(\)"),
     "cu-0-d": ({"cu_seqlens_q": torch.tensor(5)}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(\)"),
     "cu-long": ({"cu_seqlens_q": cu(0, 2, 5, dtype=torch.int64)}, TypeError, r"cu_seqlens_q: expected torch\.int32.*cast it with"),
     "cu-batches": ({"cu_seqlens_k": cu(0, 7)}, ValueError, r"cu_seqlens_k: expected shape \(3,\), got \(2,\)"),

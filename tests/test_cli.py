@@ -18,6 +18,7 @@ from rich.console import Console
 from tl_attention import __version__, launch
 from tl_attention.compilation import cubin, manifest, pack, toolkit
 from tl_attention.config import catalog, configs
+from tl_attention.config.buckets import option_buckets
 from tl_attention.config.kernel_configs import (
     AppendConfig,
     BwdDelta,
@@ -65,9 +66,9 @@ def test_cli_version(capsys):
     assert capsys.readouterr().out == f"tl-attention {__version__}\n"
 
 
-def test_short_names_of_dtypes_are_accepted():
-    assert list(map(arguments.dtype_name, ("fp16", "float16", "fp32-high", "fp8"))) == [
-        "float16", "float16", "float32-high", "fp8",
+def test_other_names_of_dtypes_are_accepted():
+    assert list(map(arguments.dtype_name, ("fp16", "half", "fp32", "torch.bfloat16", "fp32-high", "fp8"))) == [
+        "float16", "float16", "float32-highest", "bfloat16", "float32-high", "fp8",
     ]  # fmt: skip
 
 
@@ -76,9 +77,58 @@ def test_short_names_of_dtypes_are_accepted():
     [("causl", "; did you mean causal?"), ("d192/128", "; did you mean d192-128?"), ("xyz", "")],
 )
 def test_config_suggests_a_word(word, hint, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit):
         cli.main(["config", "d128", word])
-    assert capsys.readouterr().err.endswith(f"; got {word!r}{hint}\n")
+    assert capsys.readouterr().err.endswith(f" got {word!r}{hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("128", "d128"),
+        ("hdim64", "d64"),
+        ("head_dim=96", "d96"),
+        ("4096", "seqlen_k=4096"),
+        ("seqlen=4096", "seqlen_k=4096"),
+        ("heads_q=8", "heads=8"),
+        ("decod", "decode"),
+    ],
+)
+def test_config_understands_what_a_word_means(word, meant):
+    with pytest.raises(SystemExit, match=f"got '{word}'; did you mean {meant}\\?"):
+        cli.main(["config", "d128", word])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "d128 causal 4k --pass bwd",
+        "--pass bwd d128 causal 4k",
+        "d128 --pass bwd causal 4k",
+        "d128 --pass bwd causal --gpu h200 4k",
+        "d128 --gpu h200 causal --pass bwd 4k",
+        "--gpu h200 4k causal bwd d128",
+        "4k bwd d128 torch.bfloat16 causal --tried",
+    ],
+)
+def test_config_takes_its_words_in_any_order(words, no_user_tables, capsys):
+    lines = run_config(capsys, *words.split())
+    assert lines[0].startswith(f"bwd bf16 d128 causal 4k on {DEFAULT_GPU}: ")
+
+
+def test_config_takes_its_words_as_one(no_user_tables, capsys):
+    assert run_config(capsys, "bf16 d128 causal 4k")[0].startswith("fwd bf16 d128 causal 4k on ")
+
+
+def test_words_are_in_any_order_in_other_commands(compiled, capsys):
+    assert cli.main(["compile", "--jobs", "1", "bfloat16", "--pass", "bwd", "d256", "dq"]) == 0
+    assert compiled and {str(problem).split()[0] for problem, _ in compiled} == {"bf16"}
+    for words in (
+        ["--pass", "bwd", "article", "--gpu", "h200"],
+        ["--gpu", "h200", "article", "--pass", "bwd"],
+    ):
+        assert cli.main(["explain", *words]) == 0
+        assert "\nbackward of 1,16," in "\n" + capsys.readouterr().out.split("\n\n")[-1]
 
 
 def test_support_table_in_the_docs_is_current(capsys):
@@ -106,6 +156,29 @@ def test_doctor_lists_findings_and_advice(capsys, monkeypatch):
     ):
         assert name in out
     assert "pip install triton" in out
+
+
+@pytest.mark.parametrize("found", [None, object()])
+def test_doctor_says_what_optional_packages_are_for(found, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: found)
+    checks = {name: check for _, name, check in doctor.CHECKS}
+    for name in ("triton", "fa2", "fa3", "fa4", "flashinfer"):
+        good, text = checks[name]()
+        assert "; only for benchmarks" in text
+        assert good != text.startswith("not installed; ")
+    assert "for pictures of masks" in checks["matplotlib"]()[1]
+
+
+def test_support_has_a_line_per_group_of_dtypes(capsys, monkeypatch):
+    monkeypatch.setattr(printed, "columns", lambda: 80)
+    assert cli.main(["support"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "  backward                bf16, fp16, fp32-high: every width\n"
+        + " " * 26
+        + "fp32-highest: d64, d128\n"
+        in out
+    )
 
 
 def test_doctor_counts_the_rows_of_each_direction(monkeypatch, tmp_path):
@@ -219,7 +292,7 @@ def test_seconds(text, expected):
         (["manifest", "--check", "--every", "0"], "argument --every: expected .*, got '0'"),
         (["manifest", "--jobs", "many", "--check"], "argument --jobs: expected .*, got 'many'"),
         (["tune", "--shapes", "articel"], "--shapes: shape 'articel': not in configs/shapes.toml"),
-        (["config", "d128", "sideways"], "tl-attention config: expected a dtype .*; got 'sideways'"),
+        (["config", "d128", "sideways"], "tl-attention config: WORD: expected a dtype .*; got 'sideways'"),
         (["explain", "articel"], "tl-attention explain: shape 'articel': not in configs/shapes.toml"),
     ],
 )
@@ -262,35 +335,70 @@ def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
     lines = run_config(capsys, "bf16", "d128", "causal", "window=127", "sink", "4k")
     problem = AttnProblem("bfloat16", 128, 128, False, ("window", "sink"))
     config = configs.option_config(problem, "4k")
-    assert lines[0] == f"fwd {problem} 4k on {DEFAULT_GPU}: {config}"
+    assert lines[0] == f"fwd bf16 d128 causal window sink 4k on {DEFAULT_GPU}: {config}"
     assert (
-        lines[1].strip().startswith("block_M=128, block_N=128, ")
-        and f"schedule={config.schedule}" in lines[1]
+        lines[1] == f"  runs as {problem}: causal is the right bound of the window, an argument of the launch"
     )
-    assert "line 2 of [options.d128] fwd of" in lines[2]
-    assert lines[3:] == ["  tried before: line 1 of [options.d128] fwd does not serve window sink"]
+    assert lines[2].startswith("  block_M=128, block_N=128, ") and f"schedule={config.schedule}" in lines[2]
+    assert lines[3].startswith("  from line 2 of [options.d128] fwd of configs/grid.toml, for ")
+    assert lines[4:] == ["Bucket:", "  4k: at most 4096 keys"]
+    tried = run_config(capsys, "bf16", "d128", "causal", "window=127", "sink", "4k", "--tried")
+    assert tried[4] == "  tried before: line 1 of [options.d128] fwd does not serve window sink"
 
 
 def test_config_of_a_tuned_row(no_user_tables, capsys):
-    lines = run_config(capsys, "fp16", "d128", "causal", "4k", "--gpu", "NVIDIA H200")
-    assert lines[2].startswith("  from fwd row 'bf16 d128 causal 4k' of ")
-    assert "has no fwd row 'fp16 d128 causal 4k'" in lines[3]
+    lines = run_config(capsys, "fp16", "d128", "causal", "4k", "--gpu", "NVIDIA H200", "--tried")
+    assert lines[2] == "  from fwd row 'bf16 d128 causal 4k' of configs/tuned/nvidia_h200.json"
+    assert lines[3] == "Bucket:", "a user without a table of their own misses no row in it"
+
+
+def test_config_says_that_head_dims_are_padded(no_user_tables, capsys):
+    lines = run_config(capsys, "d100", "causal", "sink", "4k", "bwd")
+    assert lines[0].startswith("bwd bf16 d100 causal sink 4k on ")
+    assert lines[1] == (
+        "  runs as bf16 d128 causal: d100 takes tiles of d128, whose other columns are zeros; a sink changes no backward kernel"
+    )
+
+
+def test_config_says_which_calls_have_a_bucket(no_user_tables, capsys):
+    for direction in DIRECTIONS:
+        asked = run_config(capsys, "d64", "window", "softcap", direction)
+        start = asked.index("Buckets, the first that fits:")
+        shown = {line.strip().partition(":")[0] for line in asked[start + 1 :]}
+        problem = AttnProblem("bfloat16", 64, 64, False, ("window", "softcap"))
+        assert shown == {*option_buckets(direction, problem.options)} - (
+            {"few"} if direction == "fwd" else set()
+        )
+    assert "  wide: of 4k and long, those with a window of at least 129 keys" in run_config(
+        capsys, "d64", "window"
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "wide"), [("causal window=127", False), ("full window=64", True), ("window=100,28", True)]
+)
+def test_config_counts_the_keys_of_a_window(window, wide, no_user_tables, capsys):
+    lines = run_config(capsys, "d128", *window.split(), "seqlen_k=3000")
+    assert ("wide" in lines[0]) == wide and ("4k" in lines[0].partition(" on ")[0]) != wide
 
 
 def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys, monkeypatch):
     monkeypatch.setattr(configs, "near_tables", lambda gpu_name: {})
-    lines = run_config(capsys, "d72", "full", "1k", "--gpu", "GH200", "--pass", "bwd_det")
+    users, _ = configs.tuned_paths("NVIDIA GH200 480GB")
+    users.parent.mkdir()
+    users.write_text(json.dumps({"gpu": "NVIDIA GH200 480GB"}))
+    lines = run_config(capsys, "d72", "full", "1k", "--gpu", "GH200", "--pass", "bwd_det", "--tried")
     assert lines[0].startswith(
-        "bwd_det bf16 d96 full 1k on NVIDIA GH200 480GB: dk+dv 64x128x2x2, dq 128x128x2x2"
+        "bwd_det bf16 d72 full 1k on NVIDIA GH200 480GB: dk+dv 64x128x2x2, dq 128x128x2x2"
     )
-    assert lines[3].startswith("  from bwd_det default of ")
+    assert lines[4] == "  from bwd_det default of configs/grid.toml"
     for section in ("bwd_det", "bwd"):
-        assert sum(f"has no {section} row 'bf16 d96 full 1k'" in line for line in lines) == 2
+        assert f"  tried before: {users} has no {section} row 'bf16 d96 full 1k'" in lines
 
 
 def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     lines = run_config(capsys, "d64", "dropout", "--pass", "fwd", "bwd")
-    heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
+    heads = [line.partition(" on ")[0] for line in lines if " on " in line]
     assert heads == [
         "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
         "fwd bf16 d64 full dropout split",
@@ -328,7 +436,7 @@ def test_config_finds_buckets_of_few_tiles_by_the_sizes(batch, gpu, bucket, no_u
 )
 def test_config_has_every_bucket_that_the_sizes_leave(words, buckets, no_user_tables, capsys):
     lines = run_config(capsys, "bf16", "causal", *words)
-    heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
+    heads = [line.partition(" on ")[0] for line in lines if " on " in line]
     assert [bucket for head in heads for bucket in head.partition("causal ")[2].split(", ")] == buckets
 
 
@@ -336,27 +444,33 @@ def test_config_of_decode(capsys):
     lines = run_config(capsys, "d128", "softcap", "--pass", "decode")
     few, many = configs.decode_configs(AttnProblem("bfloat16", 128, 128, False))
     assert [line for line in lines if not line.startswith(" ")] == [
-        f"decode bf16 d128 full window softcap: {few}",
-        f"decode bf16 d128 full window softcap: {many}",
+        f"decode bf16 d128 full softcap: {few}",
+        f"decode bf16 d128 full softcap: {many}",
     ]
     sizes = ("heads=64", "heads_kv=8", "seqlen_q=9", "page_size=48")
     paged = run_config(capsys, "d128", *sizes, "--pass", "decode")
-    assert paged[0] == f"decode bf16 d128 full window: {replace(many, page_rows=16)}"
+    assert paged[0] == f"decode bf16 d128 full: {replace(many, page_rows=16)}"
+    assert paged[1].startswith("  runs as bf16 d128 full window: each decode kernel has a window, ")
 
 
 def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
     monkeypatch.setattr(question.legality, "fault", lambda *_: "shared memory: expected less")
     lines = run_config(capsys, "d128", "causal", "4k")
-    assert lines[-1] == "  cannot run: shared memory: expected less"
+    assert "  cannot run: shared memory: expected less" in lines
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["d128", "causl"], r"a mask \(full, causal\), options \(window, softcap.*got 'causl'"),
-        (["d128", "window=wide"], "window=127 is allowed.*got 'window=wide'"),
-        (["d128", "seqlen_k=long"], "seqlen_k=N.*got 'seqlen_k=long'"),
-        (["d128", "batch=0"], "got 'batch=0'"),
+        (["d128", "sideways"], r"a mask \(full, causal\), options \(window, softcap.*got 'sideways'"),
+        (["d128", "window=wide"], "window: expected whole numbers, .*got window=wide"),
+        (["d128", "window=1.5"], "window: expected whole numbers, .*got window=1.5"),
+        (["d128", "softcap=much"], "softcap: expected softcap or softcap=NUMBER, got softcap=much"),
+        (
+            ["d128", "seqlen_k=long"],
+            "seqlen_k: expected seqlen_k=N, a whole number above 0, got seqlen_k=long",
+        ),
+        (["d128", "batch=0"], "batch: expected batch=N, .*got batch=0"),
         (["d128", "fp16", "bf16"], "dtype: expected one word, got fp16 and bf16"),
         (["d128", "d64"], "head dims: expected one word, got d128 and d64"),
         (["d128", "full", "causal"], "mask: expected one word, got full and causal"),
@@ -545,7 +659,7 @@ def test_manifest_writes_what_is_new(one_kernel, capsys, monkeypatch):
 def test_tune_refuses_decode(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["tune", "--pass", "decode"])
-    assert "invalid choice: 'decode'" in capsys.readouterr().err
+    assert "argument --pass: expected some of fwd, bwd, bwd_det, got 'decode'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 48, 64, 256])

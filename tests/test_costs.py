@@ -35,7 +35,7 @@ def test_costs_of_a_gpu_are_one_object():
     assert costs_of("NVIDIA H20", 78) != costs_of("NVIDIA H20", 70)
 
 
-def test_fewest_parts_take_nearly_the_shortest_time():
+def test_fewest_sharers_take_nearly_the_shortest_time():
     costs = costs_of()
     assert costs.fewest({1: 100 * costs.slack, 2: 100.0, 3: 101.0}) == 1
     assert costs.fewest({1: 100 * costs.slack + 1, 2: 102.0, 3: 100.0}) == 2

@@ -188,6 +188,10 @@ def constructed(cu_seqlens: torch.Tensor, prefixes: torch.Tensor) -> dict:
         "documents": block_masks.documents(ids),
         "whole documents": block_masks.documents(ids, causal=False),
         "batches": block_masks.documents(torch.stack([ids, ids.flip(0)])),
+        "tree": block_masks.prefix_tree([-1, 0, 1, 0, -1], cu_seqlens.diff(), LENGTH),
+        "trees": block_masks.prefix_tree(
+            [[-1, 0, 1, 0, 3], [-1, 0, -1]], [[9, 8, 7, 6, 5], [0, 500, 40]], **on
+        ),
         "dilated": block_masks.dilated(LENGTH, LENGTH, 5, **on),
         "far dilated": block_masks.dilated(LENGTH, LENGTH, 300, causal=False, **on),
         "chunks": block_masks.block_diagonal(LENGTH, 500, 200, **on),
@@ -310,6 +314,7 @@ SIZES = {"mask_mod": causal, "B": None, "H": None, "Q_LEN": 300, "KV_LEN": 300, 
         ({"Q_LEN": -1}, ValueError, "Q_LEN: expected 0 to 16777216, got -1"),
         ({"KV_LEN": True}, TypeError, "KV_LEN: expected an int, got True"),
         ({"device": "abacus"}, ValueError, "device: expected a device of torch, got 'abacus'"),
+        ({"block_size": 64}, TypeError, "unexpected keyword argument 'block_size'; did you mean BLOCK_SIZE?"),
         ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE: expected an int from 1 to 2 ** 31 - 1, or a pair"),
         ({"BLOCK_SIZE": 2**31}, ValueError, "or a pair of them for queries and keys, got 2147483648"),
         ({"separate_full_blocks": torch.ones(2)}, TypeError, "separate_full_blocks: expected a bool, got (2,)"),

@@ -11,8 +11,8 @@ pytest.importorskip("tilelang")
 
 from tl_attention.compilation import pack, toolkit
 from tl_attention.compilation.compiler import TEMPLATES
-from tl_attention.config.part_configs import ITEM_ELEMENTS, STAGE_BYTES
 from tl_attention.config.round_configs import ROUND_STAGE_BYTES, ROUNDED_ROWS, ROUNDING_WARPS
+from tl_attention.config.term_configs import ITEM_ELEMENTS, STAGE_BYTES
 from tl_attention.kernels.backward.dq_sinks import round
 from tl_attention.kernels.cuda import FOLDER, fill, source
 from tl_attention.kernels.seams.softmax import LOWEST

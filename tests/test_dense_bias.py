@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -431,3 +432,27 @@ def test_deterministic_gradients_of_captured_tensors():
     first, second, atomic = gradients(True), gradients(True), gradients(False)
     assert all(map(torch.equal, first, second))
     torch.testing.assert_close(first[1], atomic[1], rtol=1e-4, atol=1e-4 * atomic[1].abs().max().item())
+
+
+def test_float_mask_of_zeros_and_ones_warns_on_the_cpu():
+    """It is added to the scores: exp(1) does not hide a key, and exp(0) is no weight of 0."""
+    q = torch.randn(1, 2, 8, 32)
+    mask = torch.ones(1, 1, 8, 8).tril()
+    with pytest.warns(
+        UserWarning, match=r"attn_bias: .* all values are 0 or 1; pass attn_bias\.bool\(\)"
+    ) as caught:
+        flex_attention(q, q, q, attn_bias=mask)
+    assert caught[-1].filename == __file__
+    others = (
+        mask.bool(),
+        torch.zeros(1, 1, 8, 8),
+        torch.ones(1, 1, 8, 8),
+        2 * mask,
+        mask.clone().requires_grad_(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for other in others:
+            flex_attention(
+                q, q, q, attn_bias=other.expand(1, 2, 8, 8)
+            )  # a call of other metadata is checked anew

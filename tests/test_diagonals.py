@@ -163,9 +163,9 @@ def test_diagonals_pass_dS_on():
     ("head_dim", "config"),
     [
         (128, BwdPass("dq", 128, 64)),
-        (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="separate-dS", schedule="split")),
-        (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="apart", schedule="split")),
-        (128, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True, order="apart", schedule="split")),
+        (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="separate-dS", schedule="stream-K")),
+        (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="apart", schedule="stream-K")),
+        (128, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True, order="apart", schedule="stream-K")),
     ],
     ids=str,
 )

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from tl_attention import create_block_mask, flash_attn_func, flex_attention
-from tl_attention.api import flex
+from tl_attention.api import flex_calls
+from tl_attention.torch_ops import flex_autograd
 from tl_attention.tracing.captures import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
@@ -97,7 +98,7 @@ def test_calls_are_prepared_once(qkv, monkeypatch):
         flex_attention(qkv[0], qkv[1][:1], qkv[2][:1])
 
     calls()
-    monkeypatch.setattr(flex, "_prepare", refuse)
+    monkeypatch.setattr(flex_calls, "_prepare", refuse)
     calls()
     with pytest.raises(AssertionError, match="prepared again"):
         flex_attention(*qkv, raised(0.0), scale=1)
@@ -136,6 +137,38 @@ def test_calls_see_new_values_and_metadata_of_captured_tensors(qkv):
     held[0] = torch.randn(LENGTH).to_sparse()
     with pytest.raises((NotImplementedError, ValueError)):
         flex_attention(*qkv, score_mod)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda x: x.shape[1] // 2,
+        lambda x: x.size(-1) // 2,
+        lambda x: len(x[0]) // 2,
+        lambda x: x.numel() // 4,
+    ],
+)
+def test_calls_see_new_sizes_that_a_function_reads(middle, qkv):
+    q, k, v = (x[:1, :2] for x in qkv)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for length in (600, 900, 600):
+        bias = torch.randn(2, length)
+        out = flex_attention(q, k, v, lambda s, b, h, i, j, x=bias: s + x[h, i - j + middle(x)])
+        assert_close(out, expected((q, k, v), bias[:, distance + length // 2][None]))
+
+
+def test_block_masks_see_new_sizes_that_their_function_reads(qkv):
+    """Lists made for a smaller size go on to hide what they do not list."""
+    held = [torch.zeros(100)]
+    mask = create_block_mask(
+        lambda b, h, i, j: (i - j).abs() < held[0].shape[0], None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=32
+    )
+    listed = mask.to_dense()[0, 0].bool().repeat_interleave(32, 0).repeat_interleave(32, 1)
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    for length in (100, LENGTH):
+        held[0] = torch.zeros(length)
+        bias = torch.where(listed & (distance < length), 0.0, -torch.inf)
+        assert_close(flex_attention(*qkv, block_mask=mask), expected(qkv, bias))
 
 
 def test_calls_see_new_numbers_functions_and_globals(qkv, monkeypatch):
@@ -353,9 +386,9 @@ def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
         return {"q": torch.full_like(q, 1), "k": torch.full_like(k, 2), "v": torch.full_like(v, 3)} | sums
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(flex, "check_device_or_warn", lambda *_, **__: None)
-    monkeypatch.setattr(flex.launch, "forward", forward)
-    monkeypatch.setattr(flex.launch, "backward", backward)
+    monkeypatch.setattr(flex_calls, "check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr(flex_autograd.launch, "forward", forward)
+    monkeypatch.setattr(flex_autograd.launch, "backward", backward)
     shape = (2, 8, HEADS, 16) if rows_first else (2, HEADS, 8, 16)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     frozen = torch.randn(8)

@@ -12,7 +12,6 @@ from test_flex import HEADS, Captured, cases, causal, inputs, oracle, results
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tl_attention import flash_attn_func, flex_attention
-from tl_attention.api import flex
 from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.compilation import building, cubin
 from tl_attention.config import configs, legality
@@ -29,6 +28,7 @@ from tl_attention.problem.attn_problem import (
 )
 from tl_attention.reference import flex as reference
 from tl_attention.reference.flex import flex_reference
+from tl_attention.torch_ops import flex_autograd
 from tl_attention.tracing.trace import trace
 
 pytestmark = [
@@ -122,8 +122,8 @@ def test_flex_fp32_precision_is_checked(mask_mod):
         flex_attention(*half, enable_gqa=True, mask_mod=mask_mod, precision="high")
 
 
-@pytest.mark.parametrize(("precision", "parts"), [("highest", 3), ("high", 2)])
-def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
+@pytest.mark.parametrize(("precision", "terms"), [("highest", 3), ("high", 2)])
+def test_flex_fp32_terms_reach_the_launch(precision, terms, monkeypatch):
     """The forward and the backward have the precision of the forward."""
     seen = []
     q, k, v = (x.detach().requires_grad_() for x in inputs("cpu", torch.float32, 8, 8, 16))
@@ -138,14 +138,16 @@ def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
         return grads | dict(enumerate(traced.tensors))
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(flex.launch, "forward", forward)
-    monkeypatch.setattr(flex.launch, "backward", backward)
+    monkeypatch.setattr(flex_autograd.launch, "forward", forward)
+    monkeypatch.setattr(flex_autograd.launch, "backward", backward)
     score_mod, _, learned = cases(Captured("cpu"))["temperature"]
     call = trace(score_mod, None, True)
-    out, _ = flex._differentiable(call, (1.0, False, False, True, False), parts, None, q, k, v, *call.tensors)
+    out, _ = flex_autograd.differentiable(
+        call, (1.0, False, False, True, False), terms, None, q, k, v, *call.tensors
+    )
     torch.set_float32_matmul_precision("medium")
     out.sum().backward()
-    assert seen == [parts, parts] and learned[0].grad is not None
+    assert seen == [terms, terms] and learned[0].grad is not None
 
 
 def formula(q, k, v, call, arguments):
@@ -188,10 +190,12 @@ def test_flex_fp32_gradients_of_wide_heads_without_kernels_are_a_formula(monkeyp
     def forward(q, k, v, *_, **__):
         return tuple(x.detach() for x in flex_reference(q, k, v, 0.2, call))
 
-    monkeypatch.setattr(flex.launch, "forward", forward)
-    monkeypatch.setattr(flex.launch, "backward", lambda *_, **__: pytest.fail("expected no launch"))
+    monkeypatch.setattr(flex_autograd.launch, "forward", forward)
+    monkeypatch.setattr(flex_autograd.launch, "backward", lambda *_, **__: pytest.fail("expected no launch"))
     given = torch.randn_like(q), torch.randn(q.shape[:3])
-    results = flex._differentiable(call, (0.2, False, False, True, False), 3, None, q, k, v, *call.tensors)
+    results = flex_autograd.differentiable(
+        call, (0.2, False, False, True, False), 3, None, q, k, v, *call.tensors
+    )
     found = torch.autograd.grad(results, [q, k, v, *learned], given)
     for x, y in zip(found, formula(q, k, v, call, given), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

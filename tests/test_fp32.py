@@ -65,31 +65,31 @@ def draw_qkv(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v=No
     return draw((batch, seqlen_q, heads, head_dim), (*kv, head_dim), (*kv, head_dim_v or head_dim), **options)
 
 
-def split(x, parts):
-    """The parts of x, as kernels/fp32/parts.py computes them."""
+def split(x, terms):
+    """The terms of x, as kernels/fp32/terms.py computes them."""
     found = []
-    for _ in range(parts):
+    for _ in range(terms):
         found.append(x.bfloat16())
         x = x - found[-1].float()
     return found
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e-6, 1e30, 1e-25])
-def test_fp32_is_the_sum_of_three_parts(scale):
+def test_fp32_is_the_sum_of_three_terms(scale):
     (x,) = draw((1000,), scale=scale)
-    assert torch.equal(sum(part.double() for part in split(x, 3)), x.double())
-    two = sum(part.double() for part in split(x, 2))
+    assert torch.equal(sum(term.double() for term in split(x, 3)), x.double())
+    two = sum(term.double() for term in split(x, 2))
     assert ((two - x).abs() <= 2.0**-16 * x.abs()).all()
 
 
 @pytest.mark.parametrize(
     ("precision", "bound"), [("highest", 2.0**-23), ("high", 2.0**-15), ("medium", 2.0**-7)]
 )
-def test_fp32_products_of_parts_bound_the_error(precision, bound):
+def test_fp32_products_of_terms_bound_the_error(precision, bound):
     x, y = (x.double() for x in draw((1000,), (1000,)))
     n = PRECISIONS[precision]
-    x_parts, y_parts = split(x.float(), n), split(y.float(), n)
-    product = sum(x_parts[i].double() * y_parts[j].double() for i, j in PRODUCTS[n])
+    x_terms, y_terms = split(x.float(), n), split(y.float(), n)
+    product = sum(x_terms[i].double() * y_terms[j].double() for i, j in PRODUCTS[n])
     exact = x.float().double() * y.float().double()
     assert ((product - exact).abs() <= bound * exact.abs()).all()
     assert PRODUCTS[n][-1] == (0, 0) and len(set(PRODUCTS[n])) == len(PRODUCTS[n]) == n * (n + 1) // 2
@@ -125,8 +125,8 @@ def test_fp32_reaches_every_form():
     assert torch.equal(kernel(*views)[0], out)
 
 
-def seen_parts(call, monkeypatch):
-    """Parts per element that a call asks the kernels for."""
+def seen_terms(call, monkeypatch):
+    """Terms per element that a call asks the kernels for."""
     seen = []
 
     def forward(q, k, v, *_, options=None, **__):
@@ -144,20 +144,20 @@ def seen_parts(call, monkeypatch):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fp32_precision_defaults_to_that_of_torch(precision, monkeypatch):
     for module in ("ops", "attend"):
-        monkeypatch.setattr(f"tl_attention.torch_ops.{module}.runs_in_bf16", lambda q, parts: parts == 1)
+        monkeypatch.setattr(f"tl_attention.torch_ops.{module}.runs_in_bf16", lambda q, terms: terms == 1)
     q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
     torch.set_float32_matmul_precision(precision)
     wanted = 0 if precision == "medium" else PRECISIONS[precision]  # medium runs in bf16
-    assert seen_parts(lambda: flash_attn_func(q, k, v), monkeypatch) == [wanted]
+    assert seen_terms(lambda: flash_attn_func(q, k, v), monkeypatch) == [wanted]
     options = {"window_size": (3, 0)}
-    assert seen_parts(lambda: flash_attn_func(q, k, v, **options), monkeypatch) == [wanted]
+    assert seen_terms(lambda: flash_attn_func(q, k, v, **options), monkeypatch) == [wanted]
 
 
 def test_fp32_explicit_precision_wins(monkeypatch):
     q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
     torch.set_float32_matmul_precision("medium")
     call = lambda: flash_attn_func(q, k, v, precision="highest", window_size=(3, 0))  # noqa: E731
-    assert seen_parts(call, monkeypatch) == [3]
+    assert seen_terms(call, monkeypatch) == [3]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -213,10 +213,10 @@ def test_fp32_settings_of_torch_that_differ_are_an_error(monkeypatch):
     flash_attn_func(q, k, v, precision="high")
 
 
-@pytest.mark.parametrize(("parts", "widest"), [(3, 128), (2, 256)], ids=["highest", "high"])
-def test_fp32_gradients_of_wide_heads_have_kernels_at_high(parts, widest):
+@pytest.mark.parametrize(("terms", "widest"), [(3, 128), (2, 256)], ids=["highest", "high"])
+def test_fp32_gradients_of_wide_heads_have_kernels_at_high(terms, widest):
     def has(columns, columns_v):
-        return has_gradient_kernels(*(torch.empty(1, 1, 1, n) for n in (columns, columns_v)), parts)
+        return has_gradient_kernels(*(torch.empty(1, 1, 1, n) for n in (columns, columns_v)), terms)
 
     assert has(widest, widest) and not has(widest + 8, 64) and not has(64, widest + 8)
     assert has_gradient_kernels(*(torch.empty(1, 1, 1, 256, dtype=torch.bfloat16) for _ in "qv"), 0)
@@ -276,8 +276,8 @@ def test_fp32_gradients_in_one_pass_add_dq_to_the_result(dtype, block_N):
 def test_fp32_workspace_bytes():
     q, k, v = draw_qkv(2, 4, 2, 100, 300, 72, 40)
     rows_q, rows_k = 2 * 100 * 4, 2 * 300 * 2
-    for precision, parts in (("highest", 3), ("high", 2)):
-        of_element = 2 * parts * 128
+    for precision, terms in (("highest", 3), ("high", 2)):
+        of_element = 2 * terms * 128
         assert fp32_workspace_bytes(q, k, v, precision) == 2 * rows_k * of_element
         assert fp32_workspace_bytes(q, k, v, precision, backward=True) == 2 * (rows_q + rows_k) * of_element
     medium = q.numel() + k.numel() + v.numel() + rows_q * 40
@@ -464,9 +464,9 @@ def below_a_line(b, h, q, k):
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
 @pytest.mark.parametrize(("call", "shape"), ONE_PART.values(), ids=ONE_PART)
-def test_calls_of_one_part_run_in_bf16_and_return_fp32(call, shape, monkeypatch):
-    for module in ("torch_ops.ops", "api.flex", "torch_ops.attend"):
-        monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, parts: parts == 1)
+def test_calls_of_one_term_run_in_bf16_and_return_fp32(call, shape, monkeypatch):
+    for module in ("torch_ops.ops", "api.flex_calls", "torch_ops.attend"):
+        monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, terms: terms == 1)
     qkv = [x.requires_grad_() for x in draw(shape, shape, shape)]
     half = [x.detach().bfloat16().requires_grad_() for x in qkv]
     out, wanted = call(*qkv, precision="medium"), call(*half)
@@ -476,8 +476,8 @@ def test_calls_of_one_part_run_in_bf16_and_return_fp32(call, shape, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
-def test_backward_of_one_part_runs_in_bf16_and_returns_fp32(monkeypatch):
-    monkeypatch.setattr("tl_attention.torch_ops.ops.runs_in_bf16", lambda q, parts: parts == 1)
+def test_backward_of_one_term_runs_in_bf16_and_returns_fp32(monkeypatch):
+    monkeypatch.setattr("tl_attention.torch_ops.ops.runs_in_bf16", lambda q, terms: terms == 1)
     dout, q, k, v = draw(*[HEADS_FIRST] * 4)
     out, lse = mha_fwd_interface(q, k, v, precision="medium")
     found = mha_bwd_interface(dout, q, k, v, out, lse, precision="medium")

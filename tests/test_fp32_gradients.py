@@ -77,7 +77,7 @@ def test_fp32_tuner_compares_with_fp64(direction, monkeypatch):
     asked = []
 
     def run(factor, row, inputs, shape, config):
-        asked.append((row.problem.parts, inputs[0].dtype))
+        asked.append((row.problem.terms, inputs[0].dtype))
         if row.direction == "fwd":
             out, lse = attention_reference(*inputs, causal=True)
             return factor * out, lse
@@ -311,8 +311,8 @@ def test_fp32_errors_do_not_grow_with_length(seqlen, head_dim):
 @pytest.mark.parametrize(
     "lengths", [(1024, 1024), (999, 777), (130, 1001), (5000, 900), (4000, 4000)], ids=str
 )
-def test_fp32_errors_at_high_are_those_of_the_parts(lengths, head_dim, causal):
-    """rms errors of gradients are at most 1.1e-5: 8e-6 of the parts, the rest of one_sum, which many rows have not."""
+def test_fp32_errors_at_high_are_those_of_the_terms(lengths, head_dim, causal):
+    """rms errors of gradients are at most 1.1e-5: 8e-6 of the terms, the rest of one_sum, which many rows have not."""
     tensors = draw_qkv(1, 2, 2, *lengths, head_dim, device="cuda")
     (dout,) = draw(tensors[0].shape, device="cuda")
     ref = attention_backward_reference(*(x.double() for x in (dout, *tensors)), causal=causal, dtype=FP64)

@@ -244,6 +244,20 @@ def test_hf_flex_prefill_and_decode_match_eager(cache, device):
     assert_close(*(logits_by_parts(model) for model in models("gemma3", device)))
 
 
+def test_hf_flex_prefix_tree_matches_a_sequence_per_path():
+    """Positions that start over tell no documents apart beside the mask."""
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="tl_attention").eval()
+    ids, lengths = tokens(1, 34, "cpu"), [11, 5, 7, 3, 8]
+    parents, starts = [-1, 0, 0, 2, -1], [0, 11, 16, 23, 26]
+    mask = block_masks.prefix_tree(parents, lengths, device="cpu")
+    positions = block_masks.prefix_tree_positions(parents, lengths, device="cpu")
+    with torch.no_grad():
+        packed = model(ids, attention_mask=mask, position_ids=positions[None]).logits
+        for nodes in ([0, 1], [0, 2, 3], [4]):
+            path = [i for node in nodes for i in range(starts[node], starts[node] + lengths[node])]
+            torch.testing.assert_close(packed[:, path], model(ids[:, path]).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_hf_flex_sinks_and_softcap():
     q, k, v = torch.randn(3, 2, 4, 9, 16).bfloat16()
     sink = torch.randn(4)

@@ -129,6 +129,20 @@ def test_hf_packed_positions_are_read_anew_when_they_change():
         torch.testing.assert_close(attend(q, k, v, None, position_ids=at), dense(q, k, v, SEEN))
 
 
+def test_hf_packed_positions_of_another_thread(monkeypatch):
+    """A thread that reads positions of its own between two looks at those that were read last."""
+    q, k, v = inputs()
+    at, others = positions(), torch.arange(TOTAL)[None]
+
+    def same():
+        monkeypatch.setattr(hf, "_last", (lambda: others, others._version, None))
+        return at
+
+    found = hf._documents(at, None)
+    monkeypatch.setattr(hf, "_last", (same, at._version, found))
+    torch.testing.assert_close(attend(q, k, v, None, position_ids=at), dense(q, k, v, SEEN))
+
+
 def test_hf_packed_bidirectional():
     q, k, v = inputs()
     full = {"mask_function": None, "allow_is_bidirectional_skip": True}

@@ -21,6 +21,7 @@ from tl_attention import (
     mha_fwd_interface,
 )
 from tl_attention.api import kvcache
+from tl_attention.config.buckets import bwd_bucket
 from tl_attention.config.costs import costs_of
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, OPTION_ARGUMENTS
@@ -39,7 +40,7 @@ def kernels(monkeypatch):
     launched: list[tuple] = []
     zeros = torch.zeros(2, dtype=torch.int32)
     modules = launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common, launch.decode
-    for module in (*modules, launch.parts):
+    for module in (*modules, launch.terms):
         for name, fake in (
             ("empty", EMPTY),
             ("sm_count", lambda device: 132),
@@ -149,6 +150,29 @@ def test_a_known_call_sees_the_tensors_of_now(kernels):
     torch.autograd.grad(outs[0], qkv, outs[0])
     seen = [x for given in kernels for x in given if isinstance(x, torch.Tensor) and x.shape == (2, HEADS)]
     assert len(seen) and all(torch.equal(x, torch.ones(2, HEADS)) for x in seen)
+
+
+def test_kernels_get_a_strided_state_of_dropout_contiguous(kernels):
+    qkv, state = leaves(2, 16, HEADS, 64), torch.tensor([5, 0, 7, 0])[::2]
+    for _ in range(2):  # checked, then known
+        kernels.clear()
+        out = flash_attn_func(*qkv, 0.5, rng_state=state)
+        torch.autograd.grad(out, qkv, out)
+        found = [x for given in kernels for x in given if getattr(x, "dtype", None) == torch.int64]
+        assert len(found) >= 2 and all(x.tolist() == [5, 7] and x.is_contiguous() for x in found)
+
+
+@pytest.mark.parametrize("case", ["used", "odd-columns", "no-keys"])
+def test_launches_write_an_out_of_inference_mode(case, kernels):
+    """Beside the kernels, operations of torch write to it: zeros, and columns that were padded."""
+    q = k = torch.randn(16, HEADS, 60 if case == "odd-columns" else 64, dtype=BF16)
+    starts, zeros = (torch.tensor(x, dtype=torch.int32) for x in ([0, 9, 16], [0, 0, 0]))
+    with torch.inference_mode():
+        out = torch.ones_like(q)
+    ends, used = zeros if case == "no-keys" else starts, zeros[1:] if case == "used" else None
+    k = k[: ends[-1]]
+    assert flash_attn_varlen_func(q, k, k, starts, ends, 9, 9, out=out, seqused_q=used) is out
+    assert case == "odd-columns" or not out.any()
 
 
 BAD = {
@@ -283,6 +307,23 @@ def test_known_calls_hold_no_tensor_and_are_bounded(kernels, monkeypatch):
     assert not any(ref() is not None for ref in refs)
 
 
+@pytest.mark.parametrize("longest", [(128, 129), (192, 193), (1024, 1025), (4096, 4097)])
+def test_the_config_of_a_packed_backward_does_not_follow_earlier_calls(longest, kernels, monkeypatch):
+    """Lengths of keys on both sides of the limit of a bucket, below longer queries."""
+    picked = []
+    pick_config = launch.common.configs.pick_config
+    monkeypatch.setattr(
+        launch.common.configs, "pick_config", lambda *x: picked.append(x[1]) or pick_config(*x)
+    )
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (16, 12))
+    q, k, v = leaves(16, 4, 64)[0], *leaves(12, 2, 64)[1:]
+    for keys in longest:
+        out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 8192, keys)
+        picked.clear()
+        torch.autograd.grad(out, (q, k, v), out)
+        assert picked == [bwd_bucket(False, 4, 2, keys)]
+
+
 def test_each_thread_has_its_own_known_calls(kernels, checks):
     qkv = leaves(2, 16, HEADS, 64)
 
@@ -298,7 +339,7 @@ def test_each_thread_has_its_own_known_calls(kernels, checks):
 
 
 def test_functions_that_are_options_are_known(kernels, checks, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.flex.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.flex_calls.check_device_or_warn", lambda *_, **__: None)
     qkv = leaves(2, HEADS, 16, 64)
     for _ in range(3):
         flex_attention(*qkv, mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 5))
@@ -418,7 +459,7 @@ def test_fp32_launches_read_the_values_of_negated_views(memory):
 
 
 def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.flex.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.api.flex_calls.check_device_or_warn", lambda *_, **__: None)
     qkv, table, bias = leaves(2, HEADS, 16, 64), torch.full((HEADS,), 3.0), torch.randn(1, 1, 16, 16)
     for some in ((*qkv, table, bias), [negated(x) for x in (*qkv, table, bias)]):
         *inputs, captured, added = some

@@ -357,7 +357,14 @@ ERRORS = {
     "q-is-no-tensor": ({"q": [1.0]}, TypeError, r"q: expected a torch\.Tensor, got list"),
     "q-fp32": ({"q": zeros(2, 2, 4, 64).float()}, TypeError, r"q: expected bfloat16 or float16, got torch\.float32; cast it"),
     "cache-dtype": ({"k_cache": zeros(2, 32, 2, 64).half()}, TypeError, r"k_cache: expected the dtype of q, torch\.bfloat16, got"),
-    "cache-dimensions": ({"k_cache": zeros(32, 2, 64)}, ValueError, r"k_cache: expected 4 dimensions \[caches, seqlen_cache, heads_kv"),
+    "q-dimensions": ({"q": zeros(2, 4, 64)}, ValueError, r"q: expected 4 dim.*; pass q\[:, None\] if it has one query per sequence"),
+    "cache-dimensions": ({"k_cache": zeros(32, 2, 64)}, ValueError, r"k_cache: expected 4 dim.*; pass k_cache\[None\] if"),
+    "k-dimensions": (NEW | {"k": zeros(2, 2, 64)}, ValueError, r"k: expected 4 dimensions.*; pass k\[:, None\] if it has one key per"),
+    "heads-first": (
+        {"q": zeros(2, 4, 1, 64), "k_cache": zeros(2, 2, 32, 64), "v_cache": zeros(2, 2, 32, 64)},
+        ValueError,
+        r"k_cache, v_cache: expected a number of heads that divides the 1 of q, got 32.*: call transpose\(1, 2\)",
+    ),
     "page-dimensions": (PAGED | {"v_cache": zeros(9, 2, 64)}, ValueError, r"v_cache: expected 4 dimensions \[pages, page_size, heads_kv"),
     "cache-device": ({"v_cache": zeros(2, 32, 2, 64).to("meta")}, ValueError, r"v_cache: expected the device of q, cpu, got meta"),
     "cache-last-strided": ({"k_cache": zeros(2, 32, 2, 128)[..., ::2]}, ValueError, r"k_cache: expected a contiguous last dimension"),
@@ -370,7 +377,7 @@ ERRORS = {
     "heads": ({"q": zeros(2, 2, 3, 64)}, ValueError, r"k_cache, v_cache: expected a number of heads that divides the 3 of q, got 2"),
     "head-dim-odd": ({"v_cache": zeros(2, 32, 2, 64)[..., :60]}, ValueError, r"head dims that are multiples of 8, got 64.*60 for v_cache"),
     "head-dim-v": ({"v_cache": zeros(2, 32, 2, 128)}, NotImplementedError, r"v_cache: expected a head_dim of at most.*64, got 128"),
-    "head-dim-320": ({x: zeros(2, 32, 2, 320) for x in ("q", "k_cache", "v_cache")}, NotImplementedError, r"at most 256.*got 320 and 320"),
+    "head-dim-320": ({x: zeros(2, 32, 2, 320) for x in ("q", "k_cache", "v_cache")}, NotImplementedError, r"got 320 and 320.*; call"),
     "latent-of-its-own": (LATENT | {"v_cache": zeros(2, 32, 1, 512)}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
     "latent-elsewhere": (LATENT | {"v_cache": LATENTS[..., 64:]}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
     "latent-v": (LATENT | {"k": zeros(2, 1, 1, 576), "v": zeros(2, 1, 1, 512)}, ValueError, r"v: expected None, as v_cache is part of"),
@@ -466,11 +473,14 @@ def test_checks_run_once_per_metadata():
     assert len(calls) == 4
 
 
+SLOPES, ROTATED = torch.ones(4), NEW | ROTARY
 EQUAL = {
     "scale": ({"softmax_scale": 1.0}, {"softmax_scale": True}, ValueError, "softmax_scale: expected a finite number.*got True"),
     "softcap": ({"softcap": 1.0}, {"softcap": True}, ValueError, "softcap: expected 0 for no cap.*got True"),
     "window": ({"window_size": (1, 0)}, {"window_size": (True, 0)}, TypeError, "window_size: expected ints.*got True"),
     "lse": ({"return_softmax_lse": True}, {"return_softmax_lse": 1}, TypeError, "return_softmax_lse: expected a bool, got 1"),
+    "slopes": ({"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES.clone().requires_grad_()}, NotImplementedError, "alibi_slopes: .*grad=T"),
+    "cos": (ROTATED, ROTATED | {"rotary_cos": zeros(32, 16).requires_grad_()}, NotImplementedError, "rotary_cos: .*grad=True"),
 }  # fmt: skip
 
 

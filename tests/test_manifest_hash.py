@@ -27,9 +27,9 @@ pytestmark = [
 PACKAGE = "tl_attention.kernels"
 FOLDER = Path(tl_attention.__file__).with_name("kernels")
 SHIPPED = manifest.shipped()
-SHARED_TILES = "bf16 d128 causal, 128x128 shared q2"  # no ping-pong, so no turns
-FORWARD = ("bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max", SHARED_TILES)
-APART = "bf16 d64 causal, dq+dk+dv 128x128x2x2 reuse apart split"  # a warpgroup of its own computes dq
+STREAM_K = "bf16 d128 causal, 128x128 stream-K q2"  # no ping-pong, so no turns
+FORWARD = ("bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max", STREAM_K)
+APART = "bf16 d64 causal, dq+dk+dv 128x128x2x2 reuse apart stream-K"  # a warpgroup of its own computes dq
 WITH_DQ = "bf16 d64 full window, dq+dk+dv 128x128x2x2 reuse separate-dS dynamic-late"
 KEYS_ALONE = "bf16 d64 causal, dk+dv 96x128x2x2"
 BACKWARD = (WITH_DQ, APART, KEYS_ALONE)
@@ -57,16 +57,16 @@ class Edit:
 
 FAULTS = {
     "forward: K is released before S is complete": Edit(
-        r"( +T\.wait_wgmma\(len\(products\)\).*\n)( +shared\.K\.release\(.*\n)", r"\2\1", FORWARD
+        r"( +T\.wait_wgmma\(len\(products\)\).*\n)( +smem\.K\.release\(.*\n)", r"\2\1", FORWARD
     ),
     "forward: the turn is passed on before P V is issued": Edit(
-        r"( +output\.start\(.* - 1\)\n)( +turns\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(SHARED_TILES,)
+        r"( +output\.start\(.* - 1\)\n)( +turns\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(STREAM_K,)
     ),
     "forward: V of another slot": Edit(
-        r"(output\.start\(P_parts, shared\.V, .*) - 1\)", r"\1)", FORWARD
+        r"(output\.start\(P_terms, smem\.V, .*) - 1\)", r"\1)", FORWARD
     ),
     "forward: O is rescaled before P is rounded": Edit(
-        r"( +round_P\(acc_s, P_parts, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
+        r"( +round_P\(acc_s, P_terms, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
         r"\2\1",
         FORWARD,
     ),
@@ -80,16 +80,16 @@ FAULTS = {
         r"(self\.multiply\(step) \+ 1,", r"\1,", BACKWARD, same=(APART, KEYS_ALONE)
     ),
     "backward: dO is released before dP is complete": Edit(
-        r"(?s)(def dq_apart\(.*?)( +T\.wait_wgmma\(0\)[^\n]*\n)( +shared\.dO\.release\(i\)\n)",
+        r"(?s)(def dq_apart\(.*?)( +T\.wait_wgmma\(0\)[^\n]*\n)( +smem\.dO\.release\(i\)\n)",
         r"\1\3\2",
         BACKWARD,
         same=(WITH_DQ, KEYS_ALONE),
     ),
     "decode: K is released before S is complete": Edit(
-        r"( +T\.wait_wgmma\(1\).*\n)( +shared\.K\.release\(.*\n)", r"\2\1", DECODE, same=(IN_TURN,)
+        r"( +T\.wait_wgmma\(1\).*\n)( +smem\.K\.release\(.*\n)", r"\2\1", DECODE, same=(IN_TURN,)
     ),
     "decode: V of another slot": Edit(
-        r"(T\.wgmma_gemm\(me\.P, shared\.V\[me\.segment\.step\[0\])\]", r"\1 + 1]", DECODE
+        r"(T\.wgmma_gemm\(me\.P, smem\.V\[me\.segment\.step\[0\])\]", r"\1 + 1]", DECODE
     ),
     "decode: no fence between queries and the product that reads them": Edit(
         r"(sign, dtype_of\(\"q\"\)\n +\)\n) +T\.fence_proxy_async\(\)\n", r"\1", DECODE
@@ -101,8 +101,8 @@ FAULTS = {
 REFACTORINGS = {
     "forward: another name": Edit(r"\bacc_pv\b", "product", FORWARD),
     "forward: a bound value": Edit(
-        r"( +)output\.finish\(P_parts, shared\.V, (.*) - 1\)",
-        r"\1one_later = \2\n\1output.finish(P_parts, shared.V, one_later - 1)",
+        r"( +)output\.finish\(P_terms, smem\.V, (.*) - 1\)",
+        r"\1one_later = \2\n\1output.finish(P_terms, smem.V, one_later - 1)",
         FORWARD,
     ),
     "forward: helpers in another order": Edit(

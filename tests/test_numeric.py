@@ -168,6 +168,14 @@ def test_backward_rule_accepts_same_dtype_rounding(ideal_backward):
     assert result.ok and result.max_err_ratio <= 0.34, result.text
 
 
+def test_mean_errors_are_relative(ideal_backward):
+    """Of results that are off by a factor, and of rounding to the dtype: at most half a unit in the last place."""
+    grads, args = ideal_backward
+    found = check_bwd([1.5 * x for x in grads], *args).mean_errors
+    assert found == pytest.approx(dict.fromkeys(GRADS, 0.5), rel=0.01)
+    assert 0 < max(check_bwd(grads, *args).mean_errors.values()) < torch.finfo(grads[0].dtype).eps / 2
+
+
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)
 def test_backward_rule_names_one_wrong_element(ideal_backward, wrong):
     grads, args = ideal_backward

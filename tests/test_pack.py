@@ -262,11 +262,12 @@ def test_pack_is_ignored_on_request(monkeypatch):
 def test_pack_miss_says_what_brings_the_kernel(site, monkeypatch):
     monkeypatch.setattr(toolkit, "tilelang_version", lambda: None)
     monkeypatch.setattr(pack, "installed", lambda: None)
-    with pytest.raises(
-        RuntimeError,
-        match=r"no pack of kernels \(tl-attention-kernels\) is installed: pip install 'tl-attention\[kernels\]'",
-    ):
+    with pytest.raises(RuntimeError, match=r"no pack of kernels .*; TileLang, which compiles") as caught:
         store.find(PROBLEM, BwdSum())
+    assert "pip install 'tl-attention[kernels]'" in str(caught.value)
+    page = (Path(__file__).parents[1] / "docs" / "install.md").read_text()
+    assert str(caught.value) in " ".join(page.split()), "docs/install.md shows this error"
+    assert all(words in page for words in (toolkit.NO_TILELANG, toolkit.NO_NVCC)), "and lines of the doctor"
     use_pack(monkeypatch, site)
     with pytest.raises(RuntimeError) as caught:
         store.find(PROBLEM, BwdSum())
@@ -334,7 +335,7 @@ def test_doctor_says_version_compilers_and_coverage(site, wheel):
         f"{VERSION}+{pack.sources_version()}, 3 of {whole} kernels, by tilelang 0.1.15, nvcc "
     )
     assert f": the other {whole - 3} are compiled on a first call, by TileLang and nvcc; " in text
-    assert text.endswith("`tl-attention pack`")
+    assert text.endswith(pack.REMEDY)
     assert states["tilelang"][0] == "MISSING"  # for the kernels that the pack has not
 
 

@@ -195,7 +195,7 @@ def test_partial_gradients_are_those_of_a_launch_before_they_are_rounded(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "rows", "causal"), [(32, 4096, True), (34, 2049, False)])
 def test_partial_gradients_of_shared_tiles(heads, rows, causal):
-    """Sizes at which a split pass has one CTA per tile, and at which CTAs share the last tiles."""
+    """Sizes at which a stream-K pass has one CTA per tile, and at which CTAs share the last tiles."""
     q, k, v, dout = (torch.randn(1, rows, heads, 128, device="cuda").bfloat16() for _ in range(4))
     out, lse = launch.forward(q, k, v, 128**-0.5, causal, False)
     inputs = dout, q, k, v, out, lse, 128**-0.5, causal, False

@@ -190,6 +190,9 @@ def test_gradient_of_a_gradient_is_refused_on_cpu():
     q, k, v = qkv("cpu")
     (dq,) = torch.autograd.grad(flex_attention(q, k, v, lambda s, *_: s * 2).sum(), q, create_graph=False)
     assert not dq.requires_grad
-    out = flex_attention(q, k, v, lambda s, *_: s * 2)
-    with pytest.raises(NotImplementedError, match="the gradient of a gradient is not supported"):
-        torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    for loss in (torch.sum, lambda out: out.square().sum()):  # whose gradient does not depend on q, and does
+        out = flex_attention(q, k, v, lambda s, *_: s * 2)
+        (grad,) = torch.autograd.grad(loss(out), q, create_graph=True)
+        torch.testing.assert_close(grad, dq if loss is torch.sum else grad)
+        with pytest.raises(NotImplementedError, match="the gradient of a gradient is not supported"):
+            (loss(out) + grad.square().sum()).backward()

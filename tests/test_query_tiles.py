@@ -28,7 +28,7 @@ def test_tiles_hold_each_query_once(block_M, seqlen_q, from_end):
         ("bfloat16", True, (), FwdConfig(192, 128), True),
         ("float16", True, ("softcap", "sink"), FwdConfig(128, 96), True),
         ("bfloat16", False, ("window",), FwdConfig(192, 128), True),
-        ("bfloat16", True, (), FwdConfig(192, 128, schedule="shared"), False),
+        ("bfloat16", True, (), FwdConfig(192, 128, schedule="stream-K"), False),
         ("bfloat16", False, (), FwdConfig(192, 128), False),
         ("bfloat16", True, (), FwdConfig(128, 128), False),
         ("bfloat16", True, (), FwdConfig(192, 128, split=True), False),

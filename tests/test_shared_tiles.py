@@ -1,4 +1,4 @@
-"""The schedule shared of a forward: CTAs share the last tiles by their keys."""
+"""The schedule stream-K of a forward: CTAs share the last tiles by their keys."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tl_attention.problem.attn_problem import BUCKETS, FEW_BUCKET, AttnProblem
 
 # (width, causal) -> config of its shapes with few tiles per SM
 CONFIGS = {
-    (128, False): FwdConfig(128, 128, ping_pong=True, schedule="shared", q_stages=2, hold_max=True),
-    (256, False): FwdConfig(128, 64, schedule="shared", q_stages=1.5, hold_max=True),
-    (64, True): FwdConfig(192, 128, ping_pong=True, schedule="shared", q_stages=2),
-    (128, True): FwdConfig(128, 128, schedule="shared", q_stages=2),
+    (128, False): FwdConfig(128, 128, ping_pong=True, schedule="stream-K", q_stages=2, hold_max=True),
+    (256, False): FwdConfig(128, 64, schedule="stream-K", q_stages=1.5, hold_max=True),
+    (64, True): FwdConfig(192, 128, ping_pong=True, schedule="stream-K", q_stages=2),
+    (128, True): FwdConfig(128, 128, schedule="stream-K", q_stages=2),
 }
 
 
@@ -136,7 +136,7 @@ def test_tiles_are_shared_where_it_is_faster(tiles, steps, expected):
 
 def test_a_tile_has_not_too_many_pieces():
     _, sharers = shared_tiles(133, 128, costs_of())
-    assert 1 < sharers * costs_of().shared.partial < 128 // 4
+    assert 1 < sharers * costs_of().stream_k.partial < 128 // 4
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_tile_has_not_too_many_pieces():
     ],
 )
 def test_shared_is_legal_without_options(dtype, causal, options, legal):
-    config = FwdConfig(128, 80, schedule="shared")
+    config = FwdConfig(128, 80, schedule="stream-K")
     fault = legality.fault(AttnProblem(dtype, 128, 128, causal, options), config)
     assert (fault is None) == legal or "schedule" not in fault
 
@@ -168,7 +168,7 @@ def test_rows_of_flags_are_zeros_of_their_own(monkeypatch):
 
 
 def test_shared_holds_no_row_max_under_a_causal_mask():
-    config = FwdConfig(128, 128, ping_pong=True, schedule="shared", hold_max=True)
+    config = FwdConfig(128, 128, ping_pong=True, schedule="stream-K", hold_max=True)
     assert "hold_max" in legality.fault(AttnProblem("bfloat16", 128, 128, True), config)
 
 
@@ -210,11 +210,11 @@ def test_no_tile_is_shared_where_one_split_is_asked_for():
     ctas, (whole, sharers) = share_arguments(shares, 16, 16384, 16384, costs_of())
     assert (ctas, whole) == (132, 1980) and sharers
     assert share_arguments(shares, 16, 16384, 16384, costs_of(), num_splits=1) == (132, (2048, 0))
-    assert configs.pick_config(full, "long", "NVIDIA H200")[0].schedule == "shared"
+    assert configs.pick_config(full, "long", "NVIDIA H200")[0].schedule == "stream-K"
     # Under a causal mask, where CTAs share all tiles, num_splits=1 finds no row with this schedule
     for gpu in configs.shipped_tables():
         for problem, bucket in ((replace(full, causal=True), name) for name in BUCKETS):
-            assert configs.pick_config(problem, bucket, gpu)[0].schedule != "shared"
+            assert configs.pick_config(problem, bucket, gpu)[0].schedule != "stream-K"
 
 
 def formula(q, k, v, scale, causal=False):

@@ -86,7 +86,7 @@ def test_tiles_that_skip_steps(block_M, block_N, hides):
         (False, (), FwdConfig(128, 128), False),
         (True, (), FwdConfig(64, 64), False),
         (False, ("alibi",), FwdConfig(128, 128), False),
-        (True, (), FwdConfig(128, 128, schedule="shared"), False),
+        (True, (), FwdConfig(128, 128, schedule="stream-K"), False),
         (True, (), FwdConfig(128, 128, split=True), False),
     ],
     ids=str,

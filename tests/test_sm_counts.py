@@ -1,4 +1,4 @@
-"""Heuristics of splits, parts and head groups on Hopper GPUs with other SM counts."""
+"""Heuristics of splits, sharers and head groups on Hopper GPUs with other SM counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tl_attention.launch.bwd_passes import (
     BwdSizes,
     KeyBuffers,
     causal_tiles,
-    key_parts,
+    key_sharers,
 )
 from tl_attention.launch.splits import key_splits
 from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
@@ -93,13 +93,16 @@ def test_more_sms_never_take_longer():
 @pytest.mark.parametrize("sms", SM_COUNTS)
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 8, 48])
 @pytest.mark.parametrize("triangular", [False, True])
-def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, triangular):
+def test_key_sharers_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, triangular):
     for tiles in (1, 2, 7, 32, 100, 512, 4096):
         for queries in (1, 100, 1024, 8192, 131072):
-            parts, per_part = key_parts(tiles, heads_per_kv, queries, triangular, costs_of(sms=sms))
-            assert 1 <= parts <= heads_per_kv and (parts - 1) * per_part < heads_per_kv <= parts * per_part
-            assert parts == 1 or tiles < 16 * sms
-            assert parts == heads_per_kv or queries < 1024 or 2 * tiles * parts >= sms
+            sharers, per_sharer = key_sharers(tiles, heads_per_kv, queries, triangular, costs_of(sms=sms))
+            assert (
+                1 <= sharers <= heads_per_kv
+                and (sharers - 1) * per_sharer < heads_per_kv <= sharers * per_sharer
+            )
+            assert sharers == 1 or tiles < 16 * sms
+            assert sharers == heads_per_kv or queries < 1024 or 2 * tiles * sharers >= sms
 
 
 @pytest.mark.parametrize("seqlen_k", [300, 700, 1023, 9000, 65536])
@@ -126,19 +129,19 @@ def test_work_under_a_causal_mask_follows_from_both_lengths(seqlen_k):
     ],
 )
 @pytest.mark.parametrize(("heads_kv", "heads_per_kv"), [(8, 8), (8, 4), (32, 8), (4, 7), (1, 8), (2, 16)])
-def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, heads_per_kv):
+def test_key_sharers_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, heads_per_kv):
     """Against a simulation of the tiles, the longest first."""
     counts = [min(seqlen_q, seqlen_k - first) for first in range(0, seqlen_k, 128)]  # queries per key block
     tiles = heads_kv * len(counts)
 
-    def simulated(per_part: int) -> float:
-        heads = [min(per_part, heads_per_kv - first) for first in range(0, heads_per_kv, per_part)]
+    def simulated(per_sharer: int) -> float:
+        heads = [min(per_sharer, heads_per_kv - first) for first in range(0, heads_per_kv, per_sharer)]
         taken = [n * count + COSTS.backward.tile for count in counts for n in heads for _ in range(heads_kv)]
         sums = len(heads) * COSTS.backward.partial * tiles / 132 if len(heads) > 1 else 0
         return end_of_last(taken, 132) + sums
 
     sizes = BwdSizes(1, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 256, 2, COSTS, 0, seqlen_q)
-    _, chosen = key_parts(
+    _, chosen = key_sharers(
         tiles, heads_per_kv, *causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k), COSTS
     )
     assert simulated(chosen) <= 1.2 * min(simulated(n) for n in range(1, heads_per_kv + 1))
@@ -148,8 +151,8 @@ def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, hea
     ("heads", "keys", "causal"), [(32, 4096, True), (2, 8192, True), (34, 2049, False), (32, 4224, False)]
 )
 def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, causal):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
     problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
     buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
     (rows, *_), *_ = buffers.empty[1]
-    assert buffers.whole == 0 and rows == buffers.parts * heads * -(-keys // 128) * 8
+    assert buffers.whole == 0 and rows == buffers.sharers * heads * -(-keys // 128) * 8

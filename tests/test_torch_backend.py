@@ -320,8 +320,22 @@ def test_torch_backend_errors():
         call(seqused_k=cu[1:])
     with pytest.raises(NotImplementedError, match="alibi_slopes: "):
         call(q=q.clone().requires_grad_(), alibi_slopes=torch.rand(4))
-    with pytest.raises(TypeError, match="q: expected bfloat16, float16 or float32"):
+    with pytest.raises(TypeError, match="^query: expected bfloat16, float16 or float32"):
         call(q=q.double())
+
+
+def test_torch_backend_names_the_arguments_of_varlen_attn():
+    cu, q = torch.tensor([0, 3, 5], dtype=torch.int32), torch.randn(5, 2, 16).bfloat16()
+
+    def call(cu=cu, longest=3, k=q):
+        torch_backend.flash_forward(q, k, k, cu, cu, longest, longest, 0.0, False, False)
+
+    with pytest.raises(TypeError, match=r"^cu_seq_q: expected torch.int32.*cu_seq_q\.to\(torch.int32\)$"):
+        call(cu=cu.long())
+    with pytest.raises(IndexError, match="^max_q: expected at least 3"):
+        call(longest=2)
+    with pytest.raises(ValueError, match="^key: expected "):
+        call(k=q[..., :8])
 
 
 def test_torch_backend_follows_deterministic_algorithms(monkeypatch):

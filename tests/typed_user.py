@@ -16,7 +16,7 @@ def soft(
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out: torch.Tensor = flash_attn_func(q, k, v, causal=True, window_size=(8, 0), softcap=20.0)
+    out: torch.Tensor = flash_attn_func(q, k, v, causal=True, window_size=[8, 0], softcap=20.0)
     out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     by_position = flash_attn_func(q, k, v, 0.0, None, True, (-1, -1), 0.0, None, False, True)
     again: torch.Tensor = by_position[1]

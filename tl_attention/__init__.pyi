@@ -1,5 +1,6 @@
 # Written by `python -m tl_attention.tools.stubs`: change the signatures and docstrings of the code instead
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -11,7 +12,6 @@ from tl_attention import hf as hf
 from tl_attention import mask_picture as mask_picture
 from tl_attention import torch_backend as torch_backend
 from tl_attention.api.block_masks import create_block_mask as create_block_mask
-from tl_attention.api.flex import MaskMod, ScoreMod
 from tl_attention.api.interface import BackwardKernel, ForwardKernel
 from tl_attention.api.interface import fp32_workspace_bytes as fp32_workspace_bytes
 from tl_attention.api.interface import ref_mha_bwd_interface as ref_mha_bwd_interface
@@ -19,6 +19,7 @@ from tl_attention.api.interface import ref_mha_fwd_interface as ref_mha_fwd_inte
 from tl_attention.api.kvcache import kvcache_workspace_bytes as kvcache_workspace_bytes
 from tl_attention.api.merge import merge_states as merge_states
 from tl_attention.problem.attn_problem import Precision
+from tl_attention.problem.request import MaskMod, ScoreMod
 
 __all__ = [
     "__version__",
@@ -49,7 +50,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -74,14 +75,16 @@ def flash_attn_func(
             strides with a contiguous last dimension; mha_fwd_interface says which are copied.
         dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at
             least 1/256 if > 0, at most 255/256. Kept weights are divided by 1 - dropout_p.
-            softmax_lse is computed before dropout.
+            softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+            evaluation.
         softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -123,7 +126,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -146,7 +149,7 @@ def flash_attn_func(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -169,7 +172,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -191,7 +194,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -208,14 +211,16 @@ def flash_attn_kvpacked_func(
         kv: [batch, seqlen_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
         dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at
             least 1/256 if > 0, at most 255/256. Kept weights are divided by 1 - dropout_p.
-            softmax_lse is computed before dropout.
+            softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+            evaluation.
         softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -252,7 +257,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -269,7 +274,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -286,7 +291,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -302,7 +307,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -318,14 +323,16 @@ def flash_attn_qkvpacked_func(
         qkv: [batch, seqlen, 3, heads, head_dim], any strides with a contiguous last dimension.
         dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at
             least 1/256 if > 0, at most 255/256. Kept weights are divided by 1 - dropout_p.
-            softmax_lse is computed before dropout.
+            softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+            evaluation.
         softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -361,7 +368,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -377,7 +384,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -393,7 +400,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -415,7 +422,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -448,14 +455,16 @@ def flash_attn_varlen_func(
             tensor is accepted but not read: the total number of rows replaces it.
         dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at
             least 1/256 if > 0, at most 255/256. Kept weights are divided by 1 - dropout_p.
-            softmax_lse is computed before dropout.
+            softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+            evaluation.
         softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -517,7 +526,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -545,7 +554,7 @@ def flash_attn_varlen_func(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -573,7 +582,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -600,7 +609,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -619,14 +628,16 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in flash_attn_varlen_func.
         dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at
             least 1/256 if > 0, at most 255/256. Kept weights are divided by 1 - dropout_p.
-            softmax_lse is computed before dropout.
+            softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+            evaluation.
         softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -670,7 +681,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -692,7 +703,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -714,7 +725,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -733,7 +744,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -751,14 +762,16 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens, max_seqlen: as in flash_attn_varlen_func.
         dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at
             least 1/256 if > 0, at most 255/256. Kept weights are divided by 1 - dropout_p.
-            softmax_lse is computed before dropout.
+            softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+            evaluation.
         softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -799,7 +812,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -818,7 +831,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -837,7 +850,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -863,7 +876,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -913,9 +926,10 @@ def flash_attn_with_kvcache(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         rotary_interleaved: rotate the column pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
@@ -959,7 +973,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -987,7 +1001,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     softcap: float,
     rotary_interleaved: bool,
     alibi_slopes: torch.Tensor | None,
@@ -1015,7 +1029,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,

@@ -8,6 +8,8 @@ from tl_attention.api.block_masks import (
     document_ids,
     documents,
     prefix_lm,
+    prefix_tree,
+    prefix_tree_positions,
     sliding_window,
 )
 
@@ -19,5 +21,7 @@ __all__ = [
     "document_ids",
     "documents",
     "prefix_lm",
+    "prefix_tree",
+    "prefix_tree_positions",
     "sliding_window",
 ]

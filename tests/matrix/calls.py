@@ -139,8 +139,8 @@ class AttentionTrial(Trial):
             if self.heads_first:
                 (self.dout, *_) = arrange(self.dout, self.dout, self.dout, "bhsd")
         fields |= self._option_values()
-        parts = DTYPES[self.problem.dtype].parts
-        self.options = Options(**fields, parts=parts) if fields or parts else None
+        terms = DTYPES[self.problem.dtype].terms
+        self.options = Options(**fields, parts=terms) if fields or terms else None
         self.block_table = None
         if call_class.kind == PAGED:
             self._make_pages()
@@ -349,7 +349,7 @@ class AttentionTrial(Trial):
         reference: Callable[[torch.dtype], Outputs],
     ) -> list[str]:
         """Faults of fp32 outputs against fp64, by the bounds of tests/test_fp32.py; wider for large scores and where dP - delta is 0."""
-        parts, found = DTYPES[self.problem.dtype].parts, []
+        terms, found = DTYPES[self.problem.dtype].terms, []
         exact, peer = reference(torch.float64), reference(torch.float32)
         lse = self.lse if self.backward else exact[1]
         times = max(1.0, numeric._peak(lse) / SMALL_SCORES)
@@ -359,12 +359,12 @@ class AttentionTrial(Trial):
         for name, x, wanted, other in zip(names, outputs, exact, peer, strict=True):
             largest = numeric._peak(wanted)
             if name == "lse":
-                allowed = LSE_ERROR[parts] * max(1.0, largest)
+                allowed = LSE_ERROR[terms] * max(1.0, largest)
             else:
-                allowed = RELATIVE_ERROR[parts] * times * largest
-                if parts == 3:
+                allowed = RELATIVE_ERROR[terms] * times * largest
+                if terms == 3:
                     allowed += 4 * numeric._peak(other.double() - wanted)
-                allowed += CANCELLATION[parts] * abs(self.scale) * largest_dp * factors.get(name, 0.0)
+                allowed += CANCELLATION[terms] * abs(self.scale) * largest_dp * factors.get(name, 0.0)
             ratio, text = numeric._compare(name, x.double(), wanted, allowed)
             found += [text] if ratio > 1 else []
         return found

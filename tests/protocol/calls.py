@@ -125,8 +125,8 @@ def _options(problem: AttnProblem, draw: Draw, paged: bool) -> Options | None:
         fields["sink"] = torch.zeros(draw.heads)
     if problem.has("dropout"):
         fields |= {"dropout_p": 0.25, "rng_state": torch.tensor([3, 5])}
-    parts = DTYPES[problem.dtype].parts
-    return Options(**fields, parts=parts) if fields or parts else None
+    terms = DTYPES[problem.dtype].terms
+    return Options(**fields, parts=terms) if fields or terms else None
 
 
 def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:

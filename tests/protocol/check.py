@@ -172,7 +172,7 @@ def works_together(config: Any) -> bool:
     """True if the CTAs of a launch have counters or a table of work in common."""
     return isinstance(config, DecodeConfig) or any(
         getattr(config, name, default) not in (default, None)
-        for name, default in (("schedule", "grid"), ("makes_parts", False), ("rounds_dq", False))
+        for name, default in (("schedule", "grid"), ("makes_terms", False), ("rounds_dq", False))
     )
 
 

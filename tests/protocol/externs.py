@@ -4,7 +4,7 @@ A function that is neither in MODELS nor in PURE raises NotImplementedError. All
 WRITES_FRAGMENTS also write them.
 
 Not modelled: shared memory that is private to a warp (tiles of captured tensors, values of diagonals, rows that are rounded or split to
-parts), and float data in global memory.
+terms), and float data in global memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tl_attention.config.part_configs import ITEM_ELEMENTS
 from tl_attention.config.round_configs import ROUNDED_ROWS
+from tl_attention.config.term_configs import ITEM_ELEMENTS
 from tl_attention.kernels.backward.dq_sinks.round import DQ_WARPS
 from tl_attention.kernels.backward.dq_sinks.round_packed import BLOCKS_PER_TILE
 from tl_attention.problem.attn_problem import TABLE_ROWS
@@ -212,14 +212,14 @@ def round_packed_dq(
 
 
 def items_per_head(rows: int, width: int) -> int:
-    """Items of input_parts.py per head, those of both inputs."""
+    """Items of input_terms.py per head, those of both inputs."""
     return 2 * ceildiv(rows, ITEM_ELEMENTS // width)
 
 
 def make_parts(
     warp: Warp, progress: Place, memory: Any, stop: int, batch: int, first: tuple, second: tuple, width: int
 ) -> Iterator[tuple]:
-    """The loop of tl_attention_make_parts in input_parts.py."""
+    """The loop of tl_attention_make_parts in input_terms.py."""
     rows, heads = first[4:6]
     per_head = items_per_head(rows, width)
     items = batch * heads * per_head

@@ -95,8 +95,8 @@ def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *re
 
 
 def fill_progress(problem: Any, first: Any, *arguments: Any) -> None:
-    """Do what kernels/fp32/first_parts.py does to counters: the items of the first heads are drawn and done."""
-    from tl_attention.config.part_configs import ITEM_ELEMENTS
+    """Do what kernels/fp32/first_terms.py does to counters: the items of the first heads are drawn and done."""
+    from tl_attention.config.term_configs import ITEM_ELEMENTS
 
     *_, progress, heads, _ = arguments
     rows = _kept(first).shape[1]
@@ -141,7 +141,7 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
     Raises RuntimeError if the package no longer has a name that is replaced.
     """
     from tl_attention.compilation import building
-    from tl_attention.config.kernel_configs import FirstPartsConfig, TileTable
+    from tl_attention.config.kernel_configs import FirstTermsConfig, TileTable
 
     launches: list[Launch] = []
 
@@ -150,7 +150,7 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
             before = tuple(map(_kept, arguments))
             if isinstance(config, TileTable):
                 fill_tables(*arguments)
-            if isinstance(config, FirstPartsConfig):
+            if isinstance(config, FirstTermsConfig):
                 fill_progress(problem, *arguments)
             places = tuple(x.data_ptr() if _has_integers(x) else 0 for x in arguments)
             launches.append(Launch(problem, config, before, places))

@@ -52,7 +52,7 @@ CASES = {
         },
     ),
     "backward": Case(
-        "bwd bf16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart split rounds-dq",
+        "bwd bf16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart stream-K rounds-dq",
         (
             Draw(((100, 150),), 3, 1, sms=2),
             Draw(((190, 260),), 3, 1, sms=2),

@@ -31,7 +31,7 @@ OF_TEMPLATES = (
     "fwd bf16 d64 causal, 128x128 grid split",
     "bwd bf16 d64 causal, dk+dv 96x128x2x2, dq",
     "bwd bf16 d64 full score_mod dense bias",
-    "fwd fp32-high d64 causal, 128x128 dynamic q2 parts8",
+    "fwd fp32-high d64 causal, 128x128 dynamic q2 terms8",
     "fwd fp32-highest d256 full, 64x32 grid",
     "decode bf16 d64 full window, decode",
     "jvp bf16 d64 causal",

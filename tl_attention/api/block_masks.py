@@ -9,19 +9,22 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tl_attention.checks.common import expect_bool
 from tl_attention.checks.flex import LISTS, check_captured_sizes
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.masks import (
     check_blocks,
     check_count,
+    check_device,
     check_lengths_tensor,
     check_mask_function,
+    check_tree,
     check_window_pair,
 )
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
@@ -34,8 +37,9 @@ from tl_attention.tracing.program_values import program_values
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from tl_attention.api.flex import MaskMod
+    from tl_attention.problem.request import MaskMod
 
+Nodes = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]  # a number per node of a tree, or of several
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
 MAX_CACHED = 64
@@ -60,6 +64,7 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
+    **unknown: NoReturn,
 ) -> BlockMask:
     """Create the BlockMask of a mask_mod: parameters, their order and the result are those of torch's create_block_mask.
 
@@ -86,6 +91,8 @@ def create_block_mask(
         TypeError, ValueError, NotImplementedError: which argument, or which operation of mask_mod, what was expected and what came.
     Source: Dong et al. 2024 (FlexAttention) for the format.
     """
+    if unknown:
+        raise unknown_keyword(create_block_mask, unknown)
     check_mask_function(mask_mod)
     expect_bool("separate_full_blocks", separate_full_blocks)
     expect_bool("compute_dq_write_order", compute_dq_write_order)
@@ -101,11 +108,15 @@ class Origin(NamedTuple):
     """Mask that the lists of a BlockMask were made from.
 
     Args:
-        key: everything that mask_mod captured then, by Captures; None if that cannot be compared.
+        key: everything that mask_mod captured then, by Captures, and the sizes of tensors; None if that cannot be compared.
     """
 
     mask_mod: Callable[..., Any]
     key: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, mask_mod: Callable[..., Any], captures: Captures | None) -> Origin:
+        return cls(mask_mod, None if captures is None else (captures.key, captures.sizes))
 
 
 def origin_of_lists(block_mask: BlockMask) -> Origin | None:
@@ -165,7 +176,7 @@ def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_bloc
         BLOCK_SIZE=(blocks.block_q, blocks.block_k),
         mask_mod=mask_mod,
     )
-    _made[made] = Origin(mask_mod, None if captures is None else captures.key), ListsState(made)
+    _made[made] = Origin.of(mask_mod, captures), ListsState(made)
     return made
 
 
@@ -300,7 +311,7 @@ def causal(
 def sliding_window(
     seqlen_q: int,
     seqlen_k: int,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
@@ -383,6 +394,97 @@ def documents(
 
     seqlen = ids.shape[-1]
     return _bounded(mask_mod, None if rows is None else len(rows), seqlen, seqlen, ids.device, block_size)
+
+
+@torch._disable_dynamo
+def prefix_tree(
+    parents: Nodes,
+    lengths: Nodes,
+    seqlen: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """BlockMask of trees whose nodes are packed depth first: a query sees the ancestors of its node, and its node up to itself.
+
+    The tokens on a path from a root attend as in a causal sequence of their own; paths share what they have in common.
+    `prefix_tree([-1] + [0] * 8, lengths)` is a prompt with eight answers. Position ids: prefix_tree_positions(). Queries of the tokens
+    after the first n alone, such as a draft beside a cache of n keys, need create_block_mask of `mask_mod(b, h, q_idx + n, kv_idx)`.
+
+    Args:
+        parents: parent of each node, -1 for a root; several roots are a forest. The parent of a node is the node before it, an ancestor
+            of that one, or -1. Ints, or a list of ints per batch entry; or a tensor, int32 or int64 [nodes] or [batch, nodes].
+        lengths: tokens of each node, 0 or more, in the same forms. If one of the two has no batch, all batch entries share it. Tensors
+            pad an entry of fewer nodes with roots of length 0.
+        seqlen: number of queries and keys, at least 1; None: the sum of lengths, in a batch the largest. Needed if lengths are a GPU
+            tensor. Tokens past the last node see no key and are seen by no query.
+        device: device of the mask, to which ints and CPU tensors are copied; None: that of lengths or else of parents, if it is a tensor,
+            else the GPU, if there is one.
+        block_size: queries and keys per block: an int or a pair.
+
+    The values of GPU tensors are checked only with TL_ATTENTION_CHECK_LENGTHS=1, for which the host waits.
+    """
+    ends = _subtree_ends(parents, lengths, seqlen, device)
+    rows = ends if ends.ndim == 2 else None
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx < (ends[kv_idx] if rows is None else rows[b, kv_idx]))
+
+    seqlen = ends.shape[-1]
+    return _bounded(mask_mod, None if rows is None else len(rows), seqlen, seqlen, ends.device, block_size)
+
+
+@torch._disable_dynamo
+def prefix_tree_positions(
+    parents: Nodes, lengths: Nodes, seqlen: int | None = None, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Position of each token of prefix_tree() on its path from the root, int64 [seqlen] or [batch, seqlen], for rotary embeddings.
+
+    Args:
+        parents, lengths, seqlen, device: see prefix_tree(). Tokens past the last node count from 0.
+    """
+    ends = _subtree_ends(parents, lengths, seqlen, device).long()
+    seqlen = ends.shape[-1]
+    ends = torch.where(ends > 0, ends, seqlen)
+    # Tokens before, less those in subtrees that have ended
+    ended = ends.new_zeros(*ends.shape[:-1], seqlen + 1).scatter_add(-1, ends, torch.ones_like(ends))
+    return torch.arange(seqlen, device=ends.device) - ended.cumsum(-1)[..., :-1]
+
+
+@torch.inference_mode(False)  # bits need a tensor whose changes are counted
+def _subtree_ends(
+    parents: Nodes, lengths: Nodes, seqlen: int | None, device: torch.device | str | None
+) -> torch.Tensor:
+    """First token after the subtree of each token's node, int32 [seqlen] or [batch, seqlen]; 0 past the last node.
+
+    A query sees a key if kv_idx <= q_idx < ends[kv_idx].
+    """
+    given = [x for x in (lengths, parents) if isinstance(x, torch.Tensor)]
+    parents, lengths, seqlen = check_tree(parents, lengths, seqlen)
+    device = check_device(_device_of(given[0] if given else None, device))
+    nodes = _on_device("parents", parents, device), _on_device("lengths", lengths, device)
+    parents, lengths = torch.broadcast_tensors(*nodes)
+    # Ancestor of each node by 1, 2, 4, .. levels, and tokens of the node and the levels before that one; place 0 is the parent of roots
+    above, below = (torch.nn.functional.pad(x, (1, 0)) for x in (parents + 1, lengths))
+    for _ in range((parents.shape[-1] - 1).bit_length()):
+        below, above = below.scatter_add(-1, above, below), above.gather(-1, above)
+    after = lengths.cumsum(-1)
+    ends = torch.nn.functional.pad(after - lengths + below[..., 1:], (0, 1))
+    tokens = torch.arange(seqlen, device=device).expand(*after.shape[:-1], seqlen).contiguous()
+    return ends.gather(-1, torch.searchsorted(after, tokens, right=True)).int()
+
+
+def _on_device(name: str, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the device, or a copy of a CPU tensor, for which the host does not wait."""
+    if x.device == device:
+        return x
+    if x.device.type != "cpu":
+        raise ValueError(
+            f"{name}: expected a tensor on the device of the mask, {device}, or on the CPU, got one on {x.device}; move it, or pass"
+            " device"
+        )
+    pins = device.type == "cuda" and stream_of(device) is not None  # CUDA refuses the copy in a graph capture
+    return (x.pin_memory() if pins else x).to(device, non_blocking=pins)
 
 
 def dilated(

@@ -10,15 +10,16 @@ Args:
     softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with log2(e) and the lowest row max, -1e20,
         is finite in fp32. It may be negative or 0. None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays
         below about 2 ** 30.
-    causal: a query sees no key past its diagonal.
-    window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
+    causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query sees all.
+    window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
         limit. With causal, right is 0. Bounds below -1 are refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
     softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
     alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|. Not differentiable.
     learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no value. It is neither scaled nor capped,
         and counts in softmax_lse. Differentiable.
     dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at least 1/256 if > 0, at most 255/256. Kept
-        weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
+        weights are divided by 1 - dropout_p. softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
+        evaluation.
     rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask depends on it, on the entry of the batch, the
         head, and the positions in the sequence. None: drawn from torch's generator. Unused without dropout.
     deterministic: bitwise equal gradients from run to run; docs/numerics.md says how much longer the backward takes. The forward
@@ -42,12 +43,13 @@ Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from tl_attention.api.docstrings import complete
-from tl_attention.api.flex import MaskMod, ScoreMod, attend_by_functions
+from tl_attention.api.flex import attend_by_functions
 from tl_attention.api.paged import attend_packed
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_packed, expect_bool
@@ -55,7 +57,7 @@ from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.attn_problem import Precision
-from tl_attention.problem.request import Request, new_request
+from tl_attention.problem.request import MaskMod, Request, ScoreMod, new_request
 from tl_attention.torch_ops.attend import attend
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -147,7 +149,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -183,7 +185,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -225,7 +227,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -292,7 +294,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -336,7 +338,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tl_attention.api.flex import attend_functions, check_request
+from tl_attention.api.flex_calls import attend_functions, check_request
 from tl_attention.api.flex_lists import block_mask_of
 from tl_attention.checks.common import is_dtensor
-from tl_attention.checks.flex import FLEX_NAMES, LISTS, transformed
+from tl_attention.checks.flex import FLEX_NAMES, LISTS, no_second_order, transformed
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.torch_ops.ops import scale_of
 from tl_attention.torch_ops.transforms import (
@@ -219,9 +219,7 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"{FLEX_NAMES.function}: the gradient of a gradient is not supported; call backward without create_graph=True"
-    )
+    raise no_second_order(FLEX_NAMES.function)
 
 
 register_autograd_of_lists(flex_op, _save, _backward)

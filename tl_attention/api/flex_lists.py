@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tl_attention.api.block_masks import ListsState, origin_of_lists
+from tl_attention.api.block_masks import ListsState, Origin, origin_of_lists
 from tl_attention.checks.transforms import ARGUMENT_ERRORS
 from tl_attention.launch.block_lists import FULL, HIDDEN, BlockLists, block_states
 from tl_attention.problem.program import Call, Program
@@ -84,7 +84,7 @@ class KeptMask:
             return False
         captures = Captures.of(mask_mod)
         if self._origin is not None:
-            return captures is not None and captures.key == self._origin.key
+            return captures is not None and Origin.of(mask_mod, captures) == self._origin
         if captures is None or captures.tensors:
             return False
         found = self._compared.get(captures.key)

@@ -82,15 +82,15 @@ def mha_fwd_interface(
 
 
 def _kernel_like(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool, parts: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool, terms: int
 ) -> ForwardKernel:
     """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
     scale = scale_of(q, sm_scale)
     run = _attend_base2
     if q.device.type != "cpu":
         check_device(q)
-        options = Options(parts=parts) if parts > 1 else None
-        run = functools.partial(_forward_in_bf16 if parts == 1 else launch.forward, options=options)
+        options = Options(parts=terms) if terms > 1 else None
+        run = functools.partial(_forward_in_bf16 if terms == 1 else launch.forward, options=options)
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
@@ -174,11 +174,11 @@ def mha_bwd_interface(
     grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic, precision)
     if not return_kernel:
         return grads
-    parts = check_precision(q, precision)
-    if q.device.type == "cpu" or not has_gradient_kernels(q, v, parts):
+    terms = check_precision(q, precision)
+    if q.device.type == "cpu" or not has_gradient_kernels(q, v, terms):
         return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
-    options = Options(parts=parts) if parts > 1 else None
-    run = _backward_in_bf16 if parts == 1 else _backward
+    options = Options(parts=terms) if terms > 1 else None
+    run = _backward_in_bf16 if terms == 1 else _backward
     scale = scale_of(q, sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()
     return lambda *tensors: run(*tensors, scale, is_causal, True, True, deterministic, options=options)
@@ -211,7 +211,7 @@ def fp32_workspace_bytes(
     *,
     backward: bool = False,
 ) -> int:
-    """Workspace of a call with fp32 tensors, in bytes: the bf16 parts of k and v that it allocates on a GPU while it runs.
+    """Workspace of a call with fp32 tensors, in bytes: the bf16 terms of k and v that it allocates on a GPU while it runs.
 
     Each element takes 6 bytes at "highest" and 4 at "high", with rows padded to 64, 128 or 256 columns. At "medium" q, k, v and out have
     bf16 copies of 2 bytes per element; in a backward so do the gradient of out and the results. This function allocates nothing.
@@ -220,22 +220,22 @@ def fp32_workspace_bytes(
         q: [.., head_dim], fp32, in any layout.
         k, v: likewise, [.., head_dim] and [.., head_dim_v].
         precision: as in the call.
-        backward: the workspace of the backward, which has parts of q and of the gradient of out, too; one that computes all gradients in
-            one pass has no parts of k and v, and takes less. docs/numerics.md has the rest of its workspace. At "highest" 0 for head
-            dims above 128, whose gradients need no parts.
+        backward: the workspace of the backward, which has terms of q and of the gradient of out, too; one that computes all gradients in
+            one pass has no terms of k and v, and takes less. docs/numerics.md has the rest of its workspace. At "highest" 0 for head
+            dims above 128, whose gradients need no terms.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
         if x.dtype != torch.float32:
-            raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no parts")
+            raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no terms")
         if not x.ndim or not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(
                 f"{name}: expected shape [.., head_dim], head_dim 1 to {MAX_HEAD_DIM}, got {tuple(x.shape)}"
             )
     expect_bool("backward", backward)
-    parts = check_precision(q, precision)
-    if backward and not has_gradient_kernels(q, v, parts):
+    terms = check_precision(q, precision)
+    if backward and not has_gradient_kernels(q, v, terms):
         return 0
-    return launch.parts_workspace_bytes(parts, q.shape, k.shape, v.shape, backward)
+    return launch.terms_workspace_bytes(terms, q.shape, k.shape, v.shape, backward)

@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
     if unknown:
         raise unknown_keyword(flash_attn_with_kvcache, unknown)
     if torch.is_grad_enabled():
-        check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+        check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink, alibi_slopes, rotary_cos, rotary_sin)
     if return_softmax_lse is not False:
         expect_bool("return_softmax_lse", return_softmax_lse)
     sink = learnable_sink
@@ -268,7 +268,7 @@ def _workspace_bytes(
 def _look_up(
     tensors: Sequence[torch.Tensor | None],
     values: tuple,
-    window_size: tuple[int | None, int | None],
+    window_size: Sequence[int | None],
     seqlens: type,
 ) -> tuple[_KnownCall | None, tuple | None]:
     """(known, signature): what is kept of an earlier call with this signature, or None; None: the call has no signature.

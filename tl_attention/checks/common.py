@@ -37,6 +37,7 @@ SEQLEN_FIRST, HEADS_FIRST = "batch, seqlen, heads, head_dim", "batch, heads, seq
 PACKED = "total, heads, head_dim"
 OTHER_LAYOUT = {SEQLEN_FIRST: HEADS_FIRST, HEADS_FIRST: SEQLEN_FIRST}
 ONE_PER_SEQUENCE = "pass an entry per sequence"
+WIDER = "call torch.nn.functional.scaled_dot_product_attention for wider heads"
 NO_HINTS: Mapping[int, str] = MappingProxyType({})
 # What to pass instead of a tensor of options of another shape
 _WANTED = {"rng_state": "pass a seed and an offset", "alibi_slopes": "pass a slope per head of q"}
@@ -159,11 +160,20 @@ def expect_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
         )
 
 
-def expect_heads_divide(names: str, heads: int, heads_kv: int, layout: str) -> None:
-    """Expect a number of key heads that divides that of query heads. layout: dimensions of q, in words."""
+def expect_heads_divide(
+    names: str, heads: int, heads_kv: int, layout: str, lengths: tuple[int, int] | None = None
+) -> None:
+    """Expect a number of key heads that divides that of query heads.
+
+    Args:
+        layout: dimensions of q, in words.
+        lengths: (seqlen_q, seqlen_k), which are the numbers of heads if the caller has confused the dimensions; None: they cannot be.
+    """
     if heads and (not heads_kv or heads % heads_kv):
         other = OTHER_LAYOUT.get(layout)
-        hint = f": call transpose(1, 2) if yours are [{other}]" if other else ""
+        hint = ""
+        if other and lengths and lengths[0] and lengths[1] and lengths[0] % lengths[1] == 0:
+            hint = f": call transpose(1, 2) if yours are [{other}]"
         raise ValueError(
             f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; tensors are [{layout}]{hint}"
         )
@@ -281,7 +291,7 @@ def check_fwd(
     scale_name, causal_name = ("sm_scale", "is_causal") if heads_first else ("softmax_scale", "causal")
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"q, k: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim}, which is not supported"
+            f"q, k: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim}, which is not supported; {WIDER}"
         )
     if head_dim_v > head_dim:
         raise NotImplementedError(
@@ -313,7 +323,8 @@ def _check_shapes(
             f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]};"
             " pass one value per key"
         )
-    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv, layout)
+    lengths = q_shape[seqlen_axis], seqlen_k
+    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv, layout, lengths)
     if k_shape[-1] != q_shape[-1]:
         raise ValueError(
             f"k: expected the head_dim of q, {q_shape[-1]}, got {k_shape[-1]}; pad the smaller with zeros"
@@ -362,6 +373,16 @@ def check_deterministic(deterministic: bool) -> None:
     expect_bool("deterministic", deterministic)
 
 
+def expect_boundaries(name: str, x: torch.Tensor) -> None:
+    """Expect a tensor of one dimension, not empty: cu_seqlens."""
+    hint = "pass the first row of each sequence, then the number of rows"
+    expect_tensor(name, x, hint)
+    if x.ndim != 1 or not x.shape[0]:
+        if x.ndim == 2 and 1 in x.shape:
+            hint = f"pass {name}.flatten()"
+        raise ValueError(f"{name}: expected shape [batch + 1], got {tuple(x.shape)}; {hint}")
+
+
 def check_lengths(
     q: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -373,9 +394,7 @@ def check_lengths(
 ) -> None:
     """Check the lengths of packed sequences, q, k and v [total, heads, head_dim], by metadata: no value of a tensor is read."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        expect_tensor(name, x, "pass the first row of each sequence, then the number of rows")
-        if x.ndim != 1 or not x.shape[0]:
-            raise ValueError(f"{name}: expected shape [batch + 1], got {tuple(x.shape)}")
+        expect_boundaries(name, x)
     batch = cu_seqlens_q.shape[0] - 1
     for name, x, entries, hint in (
         ("cu_seqlens_q", cu_seqlens_q, batch + 1, ""),
@@ -451,7 +470,7 @@ def check_window(window_size: Sequence[int | None]) -> None:
             f"window_size: expected a pair of ints (left, right), got {describe(window_size)}; pass window_size.tolist(), which waits for"
             " the GPU"
         )
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+    if not (isinstance(window_size, Sequence) and len(window_size) == 2):
         raise TypeError(
             f"window_size: expected a pair (left, right), got {describe(window_size)}; pass {window_hint(window_size)}"
         )

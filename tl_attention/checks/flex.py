@@ -1,4 +1,4 @@
-"""Checks of the arguments of flex_attention. They read metadata only."""
+"""Checks of the arguments of flex_attention. They read metadata only, but for warn_about_mask_of_numbers() on the CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
+from tl_attention.checks.transforms import warn_caller
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.program import BLOCK_BITS, HOW_BITS, Call
 from tl_attention.problem.request import Request, new_request
@@ -137,12 +138,11 @@ def check_no_options(request: Request) -> None:
             )
 
 
-def check_order(function: str, *grads: torch.Tensor | None) -> None:
-    """Refuse the gradient of a gradient. function: as in check_not_transformed."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
-        raise NotImplementedError(
-            f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
-        )
+def no_second_order(function: str) -> NotImplementedError:
+    """Error of a gradient of a gradient. function: as in check_not_transformed."""
+    return NotImplementedError(
+        f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
+    )
 
 
 def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,6 +293,19 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     if bias.device != q.device:
         raise ValueError(
             f"attn_bias: expected the device of {names.q}, {q.device}, got {bias.device}; move it with .to({names.q}.device)"
+        )
+
+
+def warn_about_mask_of_numbers(bias: torch.Tensor) -> None:
+    """Warn about a float attn_bias on the CPU that has only zeros and ones, both of them. On a GPU reading the values would wait for it."""
+    if type(bias) is not torch.Tensor or bias.device.type != "cpu" or bias.dtype == torch.bool:
+        return
+    if bias.requires_grad:  # learned
+        return
+    ones = bias == 1
+    if bool(ones.any()) and not bool(ones.all()) and bool((ones | (bias == 0)).all()):
+        warn_caller(
+            "attn_bias: a float tensor is added to the scores, and all values are 0 or 1; pass attn_bias.bool() if it is a mask"
         )
 
 

@@ -9,7 +9,7 @@ from tl_attention.problem.attn_problem import FP32_BWD_WIDTHS, PRECISIONS
 
 
 def check_precision(q: torch.Tensor, precision: str | None) -> int:
-    """Check the precision of a call, and return the parts of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
+    """Check the precision of a call, and return the terms of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
     words = ", ".join(map(repr, PRECISIONS))
     if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise ValueError(
@@ -49,11 +49,11 @@ def _constant_precision() -> str:
 _constant_precision._dynamo_marked_constant = True
 
 
-def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
-    """True for an fp32 call on a GPU whose products have one bf16 part: it runs the bf16 kernels. The CPU reference is exact instead."""
-    return parts == 1 and q.device.type != "cpu"
+def runs_in_bf16(q: torch.Tensor, terms: int) -> bool:
+    """True for an fp32 call on a GPU whose products have one bf16 term: it runs the bf16 kernels. The CPU reference is exact instead."""
+    return terms == 1 and q.device.type != "cpu"
 
 
-def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int) -> bool:
-    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. parts: 0 for dtypes other than fp32."""
-    return parts < 2 or max(q.shape[-1], v.shape[-1]) <= FP32_BWD_WIDTHS[parts][-1][0]
+def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, terms: int) -> bool:
+    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. terms: 0 for dtypes other than fp32."""
+    return terms < 2 or max(q.shape[-1], v.shape[-1]) <= FP32_BWD_WIDTHS[terms][-1][0]

@@ -27,6 +27,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cu_seqlens_k", "cu_seq_lens_k"), ("cu_seqlens", "cu_seqlens_k")),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_length_q"), ("max_seqlen", "max_seqlen_q")),
     **dict.fromkeys(("max_seqlen_k", "max_length_k"), ("max_seqlen", "max_seqlen_k")),
+    "block_size": ("BLOCK_SIZE",),
     "seqused_k": ("cache_seqlens",),
     "block_sparse_tensors": ("block_mask",),
 }

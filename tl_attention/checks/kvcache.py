@@ -11,6 +11,7 @@ import torch
 from tl_attention.checks.common import (
     ONE_PER_SEQUENCE,
     SEQLEN_FIRST,
+    WIDER,
     cast_hint,
     check_cache_strides,
     check_num_splits,
@@ -46,12 +47,24 @@ def cache_capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> i
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
+_WITHOUT_GRADIENT = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "k",
+    "v",
+    "learnable_sink",
+    "alibi_slopes",
+    "rotary_cos",
+    "rotary_sin",
+)
+
+
 def check_no_gradient(*tensors: torch.Tensor | None) -> None:
-    """Refuse gradients of q, k_cache, v_cache, k, v and learnable_sink, passed in this order."""
+    """Refuse gradients of the tensors of _WITHOUT_GRADIENT, passed in this order."""
     for x in tensors:
         if x is not None and getattr(x, "requires_grad", False):
-            position = next(i for i, y in enumerate(tensors) if y is x)
-            name = ("q", "k_cache", "v_cache", "k", "v", "learnable_sink")[position]
+            name = next(name for name, y in zip(_WITHOUT_GRADIENT, tensors, strict=True) if y is x)
             raise NotImplementedError(
                 f"{name}: expected a tensor that needs no gradient, as attention to a cache has no backward, got requires_grad=True; use"
                 " flash_attn_func, or torch.no_grad()"
@@ -68,9 +81,11 @@ def check_cache(
 ) -> None:
     """Check q, the cache, and the tensors that locate sequences in it."""
     first = "caches, seqlen_cache" if block_table is None else "pages, page_size"
-    expect_operand("q", q, "batch, seqlen_q, heads, head_dim", 4)
+    hints = {3: "pass q[:, None] if it has one query per sequence, q[None] if it has one sequence"}
+    expect_operand("q", q, "batch, seqlen_q, heads, head_dim", 4, hints=hints)
     for name, x, width in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
-        expect_operand(name, x, f"{first}, heads_kv, {width}", 4, dtypes=(q.dtype,))
+        hints = {3: f"pass {name}[None] if there is one cache"} if block_table is None else {}
+        expect_operand(name, x, f"{first}, heads_kv, {width}", 4, dtypes=(q.dtype,), hints=hints)
         expect_device(name, x, q)
     batch, _, heads, head_dim = q.shape
     caches, rows, heads_kv, head_dim_v = v_cache.shape
@@ -80,7 +95,8 @@ def check_cache(
         )
     if k_cache.shape[3] != head_dim:
         raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[3]}")
-    expect_heads_divide("k_cache, v_cache", heads, heads_kv, SEQLEN_FIRST)
+    lengths = (q.shape[1], rows) if block_table is None else None
+    expect_heads_divide("k_cache, v_cache", heads, heads_kv, SEQLEN_FIRST, lengths)
     expect_head_dims("q, k_cache", "v_cache", head_dim, head_dim_v)
     if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
         wanted, wanted_v = (-(-n // ALIGNMENT) * ALIGNMENT for n in (head_dim, head_dim_v))
@@ -95,7 +111,7 @@ def check_cache(
     elif head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"q, k_cache, v_cache: expected head dims of at most {MAX_HEAD_DIM}, or {LATENT[0]} where v_cache is"
-            f" k_cache[..., :{LATENT[1]}], got {head_dim} and {head_dim_v}, which are not supported"
+            f" k_cache[..., :{LATENT[1]}], got {head_dim} and {head_dim_v}, which are not supported; {WIDER}"
         )
     elif head_dim_v > head_dim:
         raise NotImplementedError(
@@ -201,8 +217,9 @@ def check_new_keys(
         if x is None:
             continue
         if x.ndim != 4:
+            hint = f"; pass {name}[:, None] if it has one key per sequence" if x.ndim == 3 else ""
             raise ValueError(
-                f"{name}: expected 4 dimensions [batch, new, heads_kv, head_dim], got shape {tuple(x.shape)}"
+                f"{name}: expected 4 dimensions [batch, new, heads_kv, head_dim], got shape {tuple(x.shape)}{hint}"
             )
         expect_like(name, x, q, ((q.shape[0], k.shape[1], heads_kv, cache.shape[3]),), (q.dtype,))
         expect_contiguous_last(name, x)

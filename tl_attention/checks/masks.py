@@ -1,13 +1,16 @@
-"""Checks of the arguments of block masks. They read metadata only."""
+"""Checks of the arguments of block masks. They read metadata only, but for the values of trees on the CPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tl_attention.checks.common import cast_hint, describe, expect_tensor, is_int, window_hint
 from tl_attention.checks.flex import MAX_LENGTH
+from tl_attention.checks.lengths import ALWAYS, skips_check
 from tl_attention.tracing.intervals import Blocks
 
 
@@ -42,18 +45,22 @@ def check_blocks(
             "BLOCK_SIZE: expected an int from 1 to 2 ** 31 - 1, or a pair of them for queries and keys, got"
             f" {describe(block_size)}; 128 suits the kernels"
         )
+    return Blocks(batch or 1, heads or 1, seqlen_q, seqlen_k, *map(int, sizes), check_device(device))
+
+
+def check_device(device: Any) -> torch.device:
+    """The device with its index; None: the GPU, if there is one."""
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     try:
-        device = torch.empty(0, device=device).device  # with its index
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         text = str(error).split("\n")[0]
         raise ValueError(f"device: expected a device of torch, got {describe(device)}: {text}") from None
-    return Blocks(batch or 1, heads or 1, seqlen_q, seqlen_k, *map(int, sizes), device)
 
 
 def check_window_pair(window_size: Any) -> tuple[int, int]:
-    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
     if not is_pair or not all(is_int(x) and x >= -1 for x in window_size):
         raise ValueError(
             f"window_size: expected (left, right), ints of at least 0, or -1 for no bound, got {describe(window_size)}; pass"
@@ -75,3 +82,101 @@ def check_lengths_tensor(name: str, x: Any, *ndims: int) -> torch.Tensor:
             f"{name}: expected {dims} dimensions and at least one element, got shape {tuple(x.shape)}"
         )
     return x
+
+
+class NodeValues(NamedTuple):
+    """A number per node of one tree, or of a tree per batch entry.
+
+    Args:
+        tensor: int64 [nodes] or [batch, nodes].
+        counts: nodes of each batch entry, without padding.
+        rows: the numbers of each batch entry; None on a GPU, unless TL_ATTENTION_CHECK_LENGTHS=1 asks to wait for them.
+    """
+
+    tensor: torch.Tensor
+    counts: list[int]
+    rows: list[list[int]] | None
+
+    @property
+    def is_batch(self) -> bool:
+        return self.tensor.ndim == 2
+
+    def __str__(self) -> str:
+        """The number of nodes."""
+        if len({*self.counts}) > 1:
+            return f"{self.counts[:8]} in {len(self.counts)} batch entries"
+        return (
+            f"{self.counts[0]} in each of {len(self.counts)} batch entries"
+            if self.is_batch
+            else f"{self.counts[0]}"
+        )
+
+
+def check_tree(parents: Any, lengths: Any, seqlen: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Parents and lengths of the nodes of prefix trees, int64 [nodes] or [batch, nodes] each, and the number of tokens."""
+    parents, lengths = _nodes("parents", parents, -1), _nodes("lengths", lengths, 0)
+    one_per_node = (
+        parents.counts == lengths.counts
+        if parents.is_batch == lengths.is_batch
+        else {*parents.counts} == {*lengths.counts}
+    )
+    if not one_per_node:
+        raise ValueError(f"lengths: expected a length per node of parents, {parents}, got {lengths}")
+    for entry, row in enumerate(parents.rows or ()):
+        _check_depth_first(f"parents[{entry}]" if parents.is_batch else "parents", row)
+    for entry, row in enumerate(lengths.rows or ()):
+        for node, length in enumerate(row):
+            if length < 0:
+                place = f"[{entry}][{node}]" if lengths.is_batch else f"[{node}]"
+                raise ValueError(f"lengths: expected at least 0, got {length} as lengths{place}")
+    longest = None if lengths.rows is None else max(map(sum, lengths.rows))
+    if seqlen is None and longest is None:
+        raise ValueError(
+            f"seqlen: expected an int beside lengths on {lengths.tensor.device}, which are not read, got None; pass q.shape[-2]"
+        )
+    seqlen = longest if seqlen is None else seqlen
+    check_count("seqlen", seqlen, 1)
+    if longest is not None and seqlen < longest:
+        raise ValueError(f"seqlen: expected at least the sum of lengths, {longest}, got {seqlen}")
+    return parents.tensor, lengths.tensor, seqlen
+
+
+def _nodes(name: str, x: Any, padding: int) -> NodeValues:
+    if isinstance(x, torch.Tensor):
+        check_lengths_tensor(name, x, 1, 2)
+        rows = (x if x.ndim == 2 else x[None]).tolist() if _is_read(x) else None
+        return NodeValues(x.long(), [x.shape[-1]] * (len(x) if x.ndim == 2 else 1), rows)
+    is_batch = isinstance(x, list | tuple) and bool(x) and all(isinstance(row, list | tuple) for row in x)
+    rows = [*x] if is_batch else [x]
+    if not all(
+        isinstance(row, list | tuple) and all(is_int(n) and abs(n) < 2**31 for n in row) for row in rows
+    ):
+        hint = f"; pass torch.as_tensor({name})" if hasattr(x, "__array__") else ""
+        raise TypeError(
+            f"{name}: expected 32-bit ints, a list of them per batch entry, or a torch.Tensor, got {describe(x)}{hint}"
+        )
+    counts = [len(row) for row in rows]
+    if not max(counts):
+        raise ValueError(f"{name}: expected at least one node, got {describe(x)}")
+    padded = torch.tensor([[*row, *[padding] * (max(counts) - len(row))] for row in rows])
+    return NodeValues(padded if is_batch else padded[0], counts, rows)
+
+
+def _is_read(x: torch.Tensor) -> bool:
+    """True for a tensor whose values the host has, or is asked to wait for."""
+    if isinstance(x, FakeTensor):
+        return False
+    return x.device.type == "cpu" or (ALWAYS and x.is_cuda and not skips_check(x))
+
+
+def _check_depth_first(name: str, parents: Sequence[int]) -> None:
+    path = [-1]  # to the last node, each its parent's child
+    for node, parent in enumerate(parents):
+        while path and path[-1] > parent:
+            path.pop()
+        if path[-1:] != [parent]:
+            raise ValueError(
+                f"{name}: expected depth-first order, in which the parent of a node is the node before it, an ancestor of that one, or -1,"
+                f' got {parent} for node {node}; sort the nodes as "Prefix trees" of docs/flex.md shows'
+            )
+        path.append(node)

@@ -6,7 +6,9 @@ import torch
 
 from tl_attention.checks.common import (
     PACKED,
+    WIDER,
     describe,
+    expect_boundaries,
     expect_device,
     expect_head_dims,
     expect_heads_divide,
@@ -72,11 +74,9 @@ def check_paged(
     if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim:
         raise NotImplementedError(
             f"q, k, v: expected a head_dim of at most {MAX_HEAD_DIM}, and at most that of q and k for v, got {head_dim} and {head_dim_v},"
-            " which are not supported"
+            f" which are not supported; {WIDER}"
         )
-    expect_tensor("cu_seqlens_q", cu_seqlens_q)
-    if cu_seqlens_q.ndim != 1 or not cu_seqlens_q.shape[0]:
-        raise ValueError(f"cu_seqlens_q: expected shape [batch + 1], got {tuple(cu_seqlens_q.shape)}")
+    expect_boundaries("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_k is None and seqused_k is None:
         raise ValueError(
             "cu_seqlens_k, seqused_k: expected one of them, the lengths of keys, got None and None; pass seqused_k"

@@ -89,6 +89,18 @@ def check_no_forward_ad(function: str) -> None:
         )
 
 
+def check_no_transforms(function: str) -> None:
+    """Raise NotImplementedError inside torch.func and forward-mode differentiation, which see no message between ranks."""
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
+        raise NotImplementedError(
+            f"{function}: expected a call outside torch.func (vmap, grad, jvp) and {FORWARD_MODE}, as ranks exchange no tangents and no"
+            " samples, got one inside; call .backward(), and make a vmapped dimension part of the batch"
+        )
+
+
 def refuse_vmap(function: str) -> None:
     raise NotImplementedError(
         f"{function}: expected a call outside torch.vmap, as it would copy keys or outputs, got one inside; use its batch dimension"
@@ -105,10 +117,13 @@ def warn_about_cpu() -> None:
     if torch.compiler.is_compiling() or _warned_about_cpu:
         return
     _warned_about_cpu = True
+    warn_caller("tl_attention: CPU tensors run the plain PyTorch reference, which is slow")
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line of the caller outside the package."""
     caller = 1
     # torch._compile and torch._dynamo wrap the kernels of ops
     while sys._getframe(caller).f_globals["__name__"].startswith(INNER_MODULES):
         caller += 1
-    warnings.warn(
-        "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1
-    )
+    warnings.warn(text, stacklevel=caller + 1)

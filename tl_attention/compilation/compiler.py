@@ -27,12 +27,12 @@ from tl_attention.config.kernel_configs import (
     BwdSum,
     DecodeCombine,
     DecodeConfig,
-    FirstPartsConfig,
+    FirstTermsConfig,
     FwdCombine,
     FwdConfig,
     JvpConfig,
     KernelConfig,
-    PartsConfig,
+    TermsConfig,
     TileTable,
 )
 from tl_attention.config.register_levels import REGISTER_LEVEL, register_level
@@ -57,8 +57,8 @@ class Template(NamedTuple):
 # By config class. No template imports another; all import the other files of kernels/
 TEMPLATES = {
     FwdConfig: Template("forward.kernel", "flash_fwd"),
-    PartsConfig: Template("fp32.parts", "flash_parts"),
-    FirstPartsConfig: Template("fp32.first_parts", "flash_first_parts"),
+    TermsConfig: Template("fp32.terms", "flash_terms"),
+    FirstTermsConfig: Template("fp32.first_terms", "flash_first_terms"),
     FwdCombine: Template("forward.combine", "flash_fwd_combine"),
     JvpConfig: Template("forward.jvp", "flash_fwd_jvp"),
     BwdDelta: Template("backward.delta", "flash_bwd_delta"),

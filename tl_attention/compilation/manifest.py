@@ -36,11 +36,11 @@ from tl_attention.config.kernel_configs import (
     FwdConfig,
     JvpConfig,
     KernelConfig,
-    PartsConfig,
+    TermsConfig,
     TileTable,
 )
 from tl_attention.config.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.config.part_configs import stores_key_parts
+from tl_attention.config.term_configs import stores_key_terms
 from tl_attention.problem.attn_problem import AttnProblem
 from tl_attention.problem.target import SMEM_LIMIT
 
@@ -96,20 +96,20 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
         )
         for options in ("", "alibi ", "softcap ")
     },
-    # Gradients of three parts with an accumulator per block, and skipped steps; without a mask none (nvcc 13.0.88)
+    # Gradients of three terms with an accumulator per block, and skipped steps; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 20",),
-    # With the warps that make parts (nvcc 13.0.88)
-    "fp32-high d128 causal, dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
+    # With the warps that make terms (nvcc 13.0.88)
+    "fp32-high d128 causal, dk+dv 32x128x2x2 terms8": ("spill_bytes: expected 0, got 4",),
     # Faster than the default: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22). With the steps
     # that it skips the causal one spills, and takes 0.99 of the time (H200, 2026-11-26)
-    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max parts8": (
+    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max terms8": (
         "spill_bytes: expected 0, got 12",
     ),
-    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max terms8": ("spill_bytes: expected 0, got 8",),
     # Two to five registers (nvcc 13.0.88); not timed
     "bf16 d128 causal dropout, 128x128 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 20",),
-    "bf16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 12",),
-    "fp16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 12",),
+    "bf16 d256 causal, 128x64 stream-K q1.5": ("spill_bytes: expected 0, got 12",),
+    "fp16 d256 causal, 128x64 stream-K q1.5": ("spill_bytes: expected 0, got 12",),
     "fp32-highest d64 causal, 128x96 dynamic": ("spill_bytes: expected 0, got 8",),
     "fp32-highest d64 full window softcap alibi sink dropout varlen, 128x64 dynamic q2": (
         "spill_bytes: expected 0, got 8",
@@ -128,7 +128,7 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
         "spill_bytes: expected 0, got 24",
     ),
     # 0.86 of the time of 128x80 with the pass, which does not spill (1k, H200, 2026-11-23)
-    "fp32-high d128 full, 128x64 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 36",),
+    "fp32-high d128 full, 128x64 persistent ping-pong hold-max terms8": ("spill_bytes: expected 0, got 36",),
     # All options at once in fp32; d128 at register usage level 0 8 bytes, in the schedule grid 172, d256 at level 0 196 (nvcc 13.0.88)
     "fp32-high d128 full window softcap alibi sink dropout varlen, 128x64 dynamic": (
         "spill_bytes: expected 0, got 172",
@@ -316,13 +316,13 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
     expected = {"hgmma": multiplies}
     if multiplies:
         expected["tma"] = True
-    if isinstance(config, FwdConfig | FwdCombine | JvpConfig | PartsConfig | BwdPass | BwdDelta | BwdSum):
-        expected["tma"] = multiplies or isinstance(config, BwdDelta | PartsConfig)
+    if isinstance(config, FwdConfig | FwdCombine | JvpConfig | TermsConfig | BwdPass | BwdDelta | BwdSum):
+        expected["tma"] = multiplies or isinstance(config, BwdDelta | TermsConfig)
         # O of a split leaves from registers, as all results in fp32; delta is one number per row
         split = isinstance(config, FwdConfig) and config.split
         from_registers = split or (problem.is_fp32 and isinstance(config, FwdConfig | BwdPass))
-        stores_parts = isinstance(config, BwdPass) and stores_key_parts(problem, config.makes)
-        expected["tma_stores"] = stores_parts or not (isinstance(config, BwdDelta) or from_registers)
+        stores_terms = isinstance(config, BwdPass) and stores_key_terms(problem, config.makes)
+        expected["tma_stores"] = stores_terms or not (isinstance(config, BwdDelta) or from_registers)
         adds_dq = isinstance(config, BwdPass) and config.adds_dq and not config.dq_apart  # there TMA adds
         expected["vector_sums"] = adds_dq and not problem.is_fp32
     return expected

@@ -54,7 +54,7 @@ def sources(template: str) -> tuple[Path, ...]:
                         "problem/program",
                         "problem/target",
                         "config/kernel_configs",
-                        "config/part_configs",
+                        "config/term_configs",
                         "config/query_tiles",
                         "config/register_levels",
                         "config/round_configs",
@@ -222,6 +222,9 @@ def _open_library(name: str, content: bytes) -> ctypes.CDLL:
         os.close(file)
 
 
+REMEDY = "build it with `tl-attention pack`, or take that of a release: pip install 'tl-attention[kernels]'"
+
+
 def advice() -> str:
     """The reason why a pack does not have a kernel, and what to do."""
     if ignored():
@@ -230,12 +233,11 @@ def advice() -> str:
         found = installed()
     except RuntimeError as error:
         return str(error)
-    remedy = "pip install 'tl-attention[kernels]', or build it with `tl-attention pack`"
     if found is None:
-        return f"no pack of kernels ({DISTRIBUTION}) is installed: {remedy}"
+        return f"no pack of kernels ({DISTRIBUTION}) is installed: {REMEDY}"
     if not found.version.endswith(sources_version()):
         return (
             f"the installed {DISTRIBUTION} {found.version} is of other sources than those of this package ({sources_version()}):"
-            f" {remedy}"
+            f" {REMEDY}"
         )
     return f"{DISTRIBUTION} {found.version} does not have it"

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
-from tl_attention.problem.arguments import at_least
+from tl_attention.problem.arguments import at_least, kernel_words
 from tl_attention.version import __version__
 
 MAX_BYTES = 95_000_000  # of compressed kernels per wheel: PyPI takes files of 100 MB
@@ -452,7 +452,12 @@ HELP = {
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `tl-attention pack`."""
     command.add_argument(
-        "words", nargs="*", metavar="WORD", help="only kernels with all of these words: bf16 d128 causal"
+        "words",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="WORD",
+        help="only kernels with all of these words: bf16 d128 causal",
     )
     command.add_argument(
         "--out",
@@ -508,4 +513,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose(kernels: Iterable[KernelKey], words: Sequence[str]) -> list[KernelKey]:
     """Kernels whose problem and config have all of some words."""
-    return [kernel for kernel in kernels if set(words) <= set(f"{kernel[0]} {kernel[1]}".split())]
+    asked = kernel_words(words)
+    return [kernel for kernel in kernels if asked <= set(f"{kernel[0]} {kernel[1]}".split())]

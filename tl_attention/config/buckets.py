@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tl_attention.config import configs
-from tl_attention.problem.attn_problem import BUCKETS, FAR, length_bucket
+from tl_attention.problem.attn_problem import (
+    BUCKET_ENDS,
+    BUCKETS,
+    FAR,
+    FEW_BUCKET,
+    SPLIT_BUCKET,
+    length_bucket,
+)
+
+SHARING = {
+    SPLIT_BUCKET: "too few tiles for the SMs: several CTAs split the keys of one",
+    FEW_BUCKET: "few tiles per SM: CTAs share the last ones",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,22 @@ class Bucket:
             and (facts.shared_heads or not self.shared_heads)
             and (not self.sharing or facts.sharing == self.name)
         )
+
+    @property
+    def calls(self) -> str:
+        """The calls that it holds, in words."""
+        found = [SHARING[self.name]] if self.sharing else []
+        if self.queries is not None:
+            found.append(" or ".join(f"{first} to {last}" for first, last in self.queries) + " queries")
+        if self.keys is not None:
+            found.append(f"at most {self.keys} keys")
+        if self.shared_heads:
+            found.append("more query heads than key heads")
+        if self.length is not None:
+            found.append(f"sequences of at most {self.length}")
+        if self.window is not None:
+            found.append(f"of {' and '.join(self.of)}, those with a window of at least {self.window} keys")
+        return ", ".join(found)
 
 
 class Facts(NamedTuple):
@@ -92,3 +120,13 @@ def option_buckets(direction: str, options: Iterable[str]) -> tuple[str, ...]:
     """The buckets of a problem with options: with a window also those that a window has."""
     of_window = [bucket.name for bucket in _lines(direction) if bucket.window is not None]
     return *buckets(direction), *(of_window if "window" in options else [])
+
+
+def calls_of(direction: str, bucket: str) -> str:
+    """The calls of a bucket of a direction, in words."""
+    if bucket not in BUCKETS:
+        return next(line for line in _lines(direction) if line.name == bucket).calls
+    number = BUCKETS.index(bucket)
+    least = f"more than {BUCKET_ENDS[number - 1]} keys" if number else ""
+    most = f"at most {BUCKET_ENDS[number]} keys" if number < len(BUCKET_ENDS) else ""
+    return most or least

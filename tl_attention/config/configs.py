@@ -17,8 +17,8 @@ from typing import Any
 
 from tl_attention.config import gpus, legality
 from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, FwdConfig
-from tl_attention.config.part_configs import PART_STAGES
 from tl_attention.config.program_configs import features, traits
+from tl_attention.config.term_configs import TERM_STAGES
 from tl_attention.problem.attn_problem import (
     BUCKETS,
     DIRECTIONS,
@@ -178,26 +178,26 @@ def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Con
     if direction == "fwd":
         return _fwd_config(problem, fields)
     config = BwdConfig.of(fields["passes"])
-    given = any("part_stages" in one for one in fields["passes"])
-    return config if given else _making_parts(problem, config, direction)
+    given = any("term_stages" in one for one in fields["passes"])
+    return config if given else _making_terms(problem, config, direction)
 
 
-def with_part_stages(config: Config, stages: int) -> Config:
-    """The same config with other part_stages; those of a backward are of its first pass."""
+def with_term_stages(config: Config, stages: int) -> Config:
+    """The same config with other term_stages; those of a backward are of its first pass."""
     if isinstance(config, FwdConfig):
-        return replace(config, part_stages=stages)
+        return replace(config, term_stages=stages)
     first, *others = config.passes
-    return BwdConfig((replace(first, part_stages=stages), *others))
+    return BwdConfig((replace(first, term_stages=stages), *others))
 
 
-def _making_parts(problem: AttnProblem, config: Config, direction: str) -> Config:
-    """The config with the most part_stages that are legal for the problem."""
-    found = (with_part_stages(config, stages) for stages in PART_STAGES)
+def _making_terms(problem: AttnProblem, config: Config, direction: str) -> Config:
+    """The config with the most term_stages that are legal for the problem."""
+    found = (with_term_stages(config, stages) for stages in TERM_STAGES)
     return next((one for one in found if legality.fault(problem, one, direction) is None), config)
 
 
 def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
-    """A forward config. Derived where left out: schedule; q_stages, the most that fit if a CTA has a next tile; part_stages."""
+    """A forward config. Derived where left out: schedule; q_stages, the most that fit if a CTA has a next tile; term_stages."""
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
     if not problem.profits_from_held_max:
         config = config.without_hold_max()
@@ -206,7 +206,7 @@ def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
         stages = (2, 1.5) if problem.head_dim == 256 else (2,)
         found = (replace(config, q_stages=depth) for depth in stages)
         config = next((one for one in found if legality.fault(problem, one) is None), config)
-    return config if "part_stages" in fields else _making_parts(problem, config, "fwd")
+    return config if "term_stages" in fields else _making_terms(problem, config, "fwd")
 
 
 def derived_schedule(problem: AttnProblem) -> str:
@@ -239,18 +239,18 @@ def option_sets() -> dict[str, list[list[str]]]:
 
 def split_config(config: FwdConfig) -> FwdConfig:
     """The same tile, with its keys split among several CTAs."""
-    return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True, part_stages=0)
+    return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True, term_stages=0)
 
 
 def shared_config(problem: AttnProblem, config: FwdConfig) -> FwdConfig:
     """The same tile, with tiles shared among CTAs by their keys."""
-    return replace(config.without_hold_max() if problem.causal else config, schedule="shared")
+    return replace(config.without_hold_max() if problem.causal else config, schedule="stream-K")
 
 
 def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
     """The config for few tiles per SM on a GPU (by its name in torch); None if CTAs do not share tiles there."""
     config = pick_config(problem, FEW_BUCKET, gpu_name)[0] if problem.can_share else None
-    return config if config and config.schedule == "shared" else None
+    return config if config and config.schedule == "stream-K" else None
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def _line_configs(problem: AttnProblem, line: dict[str, Any], direction: str) ->
     if direction == "fwd":
         return [_fwd_config(problem, fields) for fields in _products(line)]
     found = (BwdConfig.of(passes) for passes in itertools.product(*map(_products, line["passes"])))
-    return [_making_parts(problem, config, direction) for config in found]
+    return [_making_terms(problem, config, direction) for config in found]
 
 
 def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
@@ -444,7 +444,7 @@ def choose_from_tables(
         )
         key = next((key for key in (own, *others) if key in rows), None)
         if key is None:
-            if near == bucket:
+            if near == bucket and path.exists():
                 misses.append(f"{path} has no {section} row {own!r}")
             continue
         try:

@@ -22,8 +22,8 @@ class ForwardCosts:
 
 
 @dataclass(frozen=True)
-class SharedCosts:
-    """The schedule shared of a forward, in steps."""
+class StreamKCosts:
+    """The schedule stream-K of a forward, in steps."""
 
     partial: float
     least_steps: int
@@ -43,7 +43,7 @@ class BackwardCosts:
     tile: float
     launch: float
     partial: float
-    most_parts: int
+    most_sharers: int
     tail: float
     drift: float
     near_bytes: int
@@ -89,21 +89,21 @@ class Costs:
     sms: int
     slack: float
     forward: ForwardCosts
-    shared: SharedCosts
+    stream_k: StreamKCosts
     backward: BackwardCosts
     groups: GroupCosts
     rounding: RoundingCosts
     terms: TermCosts
 
     def fewest(self, times: Mapping[int, float]) -> int:
-        """The first number of parts whose time is within `slack` of the shortest. times: by number, the fewest parts first."""
+        """The first number of sharers whose time is within `slack` of the shortest. times: by number, the fewest sharers first."""
         limit = self.slack * min(times.values())
         return next(number for number, time in times.items() if time <= limit)
 
 
 SECTIONS = {
     "forward": ForwardCosts,
-    "shared": SharedCosts,
+    "stream_k": StreamKCosts,
     "backward": BackwardCosts,
     "groups": GroupCosts,
     "rounding": RoundingCosts,

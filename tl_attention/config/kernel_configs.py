@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention.config.part_configs import FirstPartsConfig, PartsConfig, parts_kernels
+from tl_attention.config.term_configs import FirstTermsConfig, TermsConfig, terms_kernels
 from tl_attention.problem.attn_problem import (
     DEFAULT_DTYPE,
     FP32_DTYPES,
@@ -23,9 +23,9 @@ from tl_attention.problem.program import stored_dtype
 #   grid        one CTA per tile, longest tiles first
 #   persistent  one CTA per SM, computing every ctas-th tile
 #   dynamic     one CTA per SM, drawing the next tile from a counter
-#   shared      as persistent; CTAs share the last tiles by their keys, under a causal mask all tiles. Without options and programs,
+#   stream-K    as persistent; CTAs share the last tiles by their keys, under a causal mask all tiles. Without options and programs,
 #               not in fp32, and under a causal mask without hold_max
-SCHEDULES = ("grid", "persistent", "dynamic", "shared")
+SCHEDULES = ("grid", "persistent", "dynamic", "stream-K")
 
 # Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and
 # loops over queries; if dq is among them it adds its share of dq to fp32 sums, in no fixed order.
@@ -51,13 +51,13 @@ class FwdConfig:
     ping_pong: bool = False  # warpgroups alternate at the tensor cores
     schedule: str = "grid"  # one of SCHEDULES
     q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
-    split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
+    split: bool = False  # several CTAs per tile, each with a split of its keys; FwdCombine merges them
     # Hold each row max after the masked steps; not in fp16. A tile whose row sums overflow is computed again with an updated max
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
     # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
-    part_stages: int = 0
+    term_stages: int = 0
 
     @property
     def warpgroups(self) -> int:
@@ -76,15 +76,15 @@ class FwdConfig:
             words.append(f"kv{self.kv_stages}")
         flags = "ping_pong", "split", "hold_max"
         words += [name.replace("_", "-") for name in flags if getattr(self, name)]
-        if self.part_stages:
-            words.append(f"parts{self.part_stages}")
+        if self.term_stages:
+            words.append(f"terms{self.term_stages}")
         if self.page_rows:
             words.append(f"pages {self.page_rows}")
         return " ".join(words)
 
     @property
-    def makes_parts(self) -> bool:
-        return self.part_stages > 0
+    def makes_terms(self) -> bool:
+        return self.term_stages > 0
 
     def without_hold_max(self) -> FwdConfig:
         """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
@@ -106,7 +106,7 @@ class FwdConfig:
     @property
     def merging(self) -> FwdConfig:
         """The config for the option `added`: a tile that overflows a held row max, or that CTAs share, would be added twice."""
-        schedule = "persistent" if self.schedule == "shared" else self.schedule
+        schedule = "persistent" if self.schedule == "stream-K" else self.schedule
         return replace(self, hold_max=False, schedule=schedule)
 
     def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
@@ -119,7 +119,7 @@ class FwdConfig:
         if self.split:
             # It sees the rows of packed sequences as one batch entry
             found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
-        return found + parts_kernels(problem, self.makes_parts) + table_kernels(problem)
+        return found + terms_kernels(problem, self.makes_terms) + table_kernels(problem)
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
 #   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
-#   split         as dynamic-late; CTAs may share the last key tiles by their queries (causal: all). No option but a window or ALiBi
-BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
+#   stream-K      as dynamic-late; CTAs may share the last key tiles by their queries (causal: all). No option but a window or ALiBi
+BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "stream-K")
 
 
 @dataclass(frozen=True)
@@ -204,15 +204,15 @@ class BwdPass:
     reuse_registers: bool = False  # dP reuses the registers of S, and dS those of P; not for "dq"
     order: str = ""  # one of DQ_ORDERS where dq is summed
     schedule: str = "grid"  # one of BWD_SCHEDULES
-    # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
+    # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or stream-K
     one_tile: bool = False
-    part_stages: int = 0  # as in FwdConfig; of the first pass, by keys
+    term_stages: int = 0  # as in FwdConfig; of the first pass, by keys
     one_sum: bool = False  # fp32: one accumulator sums all blocks, not one per block; for few rows, see kernels/seams/products.py
     rounds_dq: bool = False  # warps of the pass round dq, see kernels/backward/dq_sinks/round.py. Only in the order apart, see legality.py
 
     @property
-    def makes_parts(self) -> bool:
-        return self.part_stages > 0
+    def makes_terms(self) -> bool:
+        return self.term_stages > 0
 
     def rounds(self, problem: AttnProblem) -> bool:
         """True if warps of the pass round dq. With `partial` dq is fp32, and a kernel after the pass stores it."""
@@ -250,7 +250,7 @@ class BwdPass:
         words = [f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"]
         words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
         words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
-        words += [f"parts{self.part_stages}"] * self.makes_parts
+        words += [f"terms{self.term_stages}"] * self.makes_terms
         return " ".join(words + ["rounds-dq"] * self.rounds_dq + ["one-sum"] * self.one_sum)
 
     @property
@@ -261,12 +261,12 @@ class BwdPass:
     @property
     def draws_late(self) -> bool:
         """True if a CTA draws its next tile when all loads of one are issued."""
-        return self.schedule in ("dynamic-late", "ordered", "split")
+        return self.schedule in ("dynamic-late", "ordered", "stream-K")
 
     @property
-    def is_split(self) -> bool:
+    def is_stream_k(self) -> bool:
         """True if several CTAs may divide the queries of a key tile."""
-        return self.schedule == "split"
+        return self.schedule == "stream-K"
 
     @property
     def is_ordered(self) -> bool:
@@ -279,7 +279,7 @@ class BwdPass:
 
     def has_five_counts(self, problem: AttnProblem) -> bool:
         """True if the query blocks of a key tile have five counts, see sources/query_blocks.py; else they have fewer."""
-        return problem.is_listed or (self.is_split and problem.has("window"))
+        return problem.is_listed or (self.is_stream_k and problem.has("window"))
 
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
@@ -306,12 +306,12 @@ class BwdConfig:
         return not any(bwd_pass.adds_dq and not bwd_pass.is_ordered for bwd_pass in self.passes)
 
     @property
-    def is_split(self) -> bool:
-        return any(bwd_pass.is_split for bwd_pass in self.passes)
+    def is_stream_k(self) -> bool:
+        return any(bwd_pass.is_stream_k for bwd_pass in self.passes)
 
     @property
-    def makes_parts(self) -> bool:
-        return self.passes[0].makes_parts
+    def makes_terms(self) -> bool:
+        return self.passes[0].makes_terms
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem: the passes and their helpers."""
@@ -320,8 +320,8 @@ class BwdConfig:
             *((problem, bwd_pass) for bwd_pass in self.passes),
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
             *((problem.sum_problem(width), BwdSum()) for width in widths),
-            *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
-            *parts_kernels(problem, self.makes_parts),
+            *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_stream_k),
+            *terms_kernels(problem, self.makes_terms),
             *table_kernels(problem),
             *dict.fromkeys(reduce_kernels(problem).values()),
         ]
@@ -352,7 +352,7 @@ class BwdSum:
 
     rows: int = 16  # rows of the gradient per CTA
     threads: int = 128
-    shared: bool = False  # of the key tiles alone that several CTAs share, after a split pass
+    shared: bool = False  # of the key tiles alone that several CTAs share, after a stream-K pass
 
     def __str__(self) -> str:
         return f"sum {self.rows}" + " shared" * self.shared
@@ -484,8 +484,8 @@ def append_kernel(dtype: str) -> tuple[AttnProblem, AppendConfig]:
 Config = FwdConfig | BwdConfig
 KernelConfig = (
     FwdConfig
-    | PartsConfig
-    | FirstPartsConfig
+    | TermsConfig
+    | FirstTermsConfig
     | FwdCombine
     | JvpConfig
     | BwdPass

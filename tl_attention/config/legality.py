@@ -20,16 +20,16 @@ from tl_attention.config.kernel_configs import (
     Config,
     DecodeCombine,
     DecodeConfig,
-    FirstPartsConfig,
+    FirstTermsConfig,
     FwdCombine,
     FwdConfig,
     JvpConfig,
     KernelConfig,
-    PartsConfig,
+    TermsConfig,
     sum_columns,
 )
-from tl_attention.config.part_configs import PART_STAGES, staging_bytes
 from tl_attention.config.round_configs import ROUNDING_BYTES
+from tl_attention.config.term_configs import TERM_STAGES, staging_bytes
 from tl_attention.problem.attn_problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
 from tl_attention.problem.program import LISTED_ROWS
 from tl_attention.problem.target import SMEM_LIMIT
@@ -46,7 +46,7 @@ SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.linear_bias.alloc_bias_columns
 FP32_BYTES = 4
 DQ_PIECE = 64 * 64  # elements of dq at a time in the order "apart", see kernels/backward/dq_sinks/apart.py
-MAKER_COLUMNS = 128  # most columns of a row that a warp splits in kernels/fp32/input_parts.py, four per lane
+MAKER_COLUMNS = 128  # most columns of a row that a warp splits in kernels/fp32/input_terms.py, four per lane
 CHUNK = 64  # columns of the accumulator of one block in fp32, see kernels/seams/products.py
 TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
 # Accumulator registers per thread, by number of consumer warpgroups. The rest of a thread's 240 (one or two warpgroups) or 160 (three)
@@ -73,10 +73,10 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return FP32_BYTES * config.rows * (config.at_once + 3)
     if isinstance(config, AppendConfig | BwdReduce):
         return 0
-    if isinstance(config, FirstPartsConfig):
+    if isinstance(config, FirstTermsConfig):
         return staging_bytes(config.stages, config.warps)
-    if isinstance(config, PartsConfig):
-        # The tile of X is free when the parts are written, so they share memory
+    if isinstance(config, TermsConfig):
+        # The tile of X is free when the terms are written, so they share memory
         return max(FP32_BYTES, problem.element_bytes) * config.rows * problem.head_dim
     tiles = {BwdDelta: 2, BwdSum: 1, FwdCombine: 1}[type(config)]  # O and dO; the gradient; O
     weights = FP32_BYTES * config.rows * MAX_SPLITS if isinstance(config, FwdCombine) else 0
@@ -92,12 +92,12 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     smem = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
     if config.schedule != "grid":
         shares_causal = (
-            config.schedule == "shared" and problem.causal
+            config.schedule == "stream-K" and problem.causal
         )  # its tiles have 10 numbers, padded to 12
         smem += TABLE_BOX_BYTES if problem.has("varlen") or shares_causal else TILE_BOX_BYTES
     if config.hold_max:
         smem += HOLD_MAX_BYTES
-    smem += staging_bytes(config.part_stages)
+    smem += staging_bytes(config.term_stages)
     per_warp = sum(problem.staged_bytes(config.block_N)) + problem.diagonal_bytes(config.block_N)
     staged = 4 * config.warpgroups * per_warp
     two_sides = problem.bias_has_two_sides and not config.split and config.page_rows == 0
@@ -148,7 +148,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         problem.element_bytes * elements
         + BIAS_BYTES * step * bwd_pass.has_linear_bias(problem)
         + row_values
-        + staging_bytes(bwd_pass.part_stages)
+        + staging_bytes(bwd_pass.term_stages)
         + ROUNDING_BYTES * bwd_pass.rounds(problem)
         + 4 * bwd_pass.warpgroups * staged
     )
@@ -199,7 +199,7 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     sums += fp32(sum_columns(problem, config) or 0)
     learned = _learned_tiles(problem, config) * fp32(step)
     if config.grads == "dq" and problem.is_fp32:
-        # The parts of dS take the registers of dP and of the learned tiles
+        # The terms of dS take the registers of dP and of the learned tiles
         return sums + fp32(step) + max(fp32(step) + learned, narrow(step))
     if config.reuse_registers:
         # If scores have a slope (softcap, score_mod), dS and dV use different P
@@ -244,8 +244,8 @@ def fault(problem: AttnProblem, config: Config | JvpConfig, direction: str | Non
         if reason := _pass_fault(problem, bwd_pass):
             return f"{bwd_pass}: {reason}"
     for bwd_pass in config.passes[1:]:
-        if bwd_pass.makes_parts:
-            return f"part_stages: expected 0 after the first pass, got {bwd_pass.part_stages}"
+        if bwd_pass.makes_terms:
+            return f"term_stages: expected 0 after the first pass, got {bwd_pass.term_stages}"
     made = sorted(grad for bwd_pass in config.passes for grad in bwd_pass.makes)
     if made != ["dk", "dq", "dv"]:
         return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"
@@ -291,9 +291,9 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return fault
     if config.schedule not in SCHEDULES:
         return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
-    if config.schedule == "shared" and not problem.can_share:
+    if config.schedule == "stream-K" and not problem.can_share:
         return "schedule: expected another than shared with options or a program and in fp32, got shared"
-    if config.schedule == "shared" and config.hold_max and problem.causal:
+    if config.schedule == "stream-K" and config.hold_max and problem.causal:
         return "hold_max: expected False where CTAs share all tiles of a causal mask, got True"
     if config.q_stages not in (1, 1.5, 2):
         return f"q_stages: expected 1, 1.5 or 2, got {config.q_stages}"
@@ -320,7 +320,7 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
     if fault := _listed_fault(problem, config.block_M, config.block_N):
         return fault
-    if fault := _parts_fault(problem, config, "with splits" if config.split else None):
+    if fault := _terms_fault(problem, config, "with splits" if config.split else None):
         return fault
     if config.page_rows not in PAGE_ROWS:
         return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"
@@ -329,22 +329,22 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     return _capacity_fault(problem, config)
 
 
-def _parts_fault(problem: AttnProblem, config: FwdConfig | BwdPass, other: str | None) -> str | None:
-    """Reason why a kernel makes no parts. other: one that its config gives."""
-    if not config.makes_parts:
+def _terms_fault(problem: AttnProblem, config: FwdConfig | BwdPass, other: str | None) -> str | None:
+    """Reason why a kernel makes no terms. other: one that its config gives."""
+    if not config.makes_terms:
         return None
     reason = other
     if not problem.is_fp32:
-        reason = f"for {problem.dtype}, whose inputs have no parts"
+        reason = f"for {problem.dtype}, whose inputs have no terms"
     elif problem.head_dim > MAKER_COLUMNS:
         reason = f"for head dims above {MAKER_COLUMNS}, whose rows a warp does not split in one round"
     elif problem.options or problem.program is not None:
         reason = "with options or a program"
     if reason is not None:
-        return f"part_stages: expected 0 {reason}, got {config.part_stages}"
-    if config.part_stages not in PART_STAGES:
+        return f"term_stages: expected 0 {reason}, got {config.term_stages}"
+    if config.term_stages not in TERM_STAGES:
         return (
-            f"part_stages: expected 0 or one of {', '.join(map(str, PART_STAGES))}, got {config.part_stages}"
+            f"term_stages: expected 0 or one of {', '.join(map(str, TERM_STAGES))}, got {config.term_stages}"
         )
     return None
 
@@ -429,21 +429,21 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             "bias per distance"
         )
         return f"order: expected another than 'apart' with {where}, got 'apart'"
-    if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
+    if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "stream-K", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
     apart_step = {"d64": 64 if problem.has("softcap") else 128, "d128": 64}.get(problem.width)
     if bwd_pass.dq_apart and bwd_pass.block_M != apart_step:
         wanted = "d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone"
         return f"order: expected 'apart' for {wanted}, got {problem.width} in steps of {bwd_pass.block_M}"
-    schedule = "dynamic-late" if problem.has("varlen") else "split"
+    schedule = "dynamic-late" if problem.has("varlen") else "stream-K"
     if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):
         got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"
         return f"rounds_dq: expected False with {got}, got True"
-    if fault := _parts_fault(problem, bwd_pass, "in the pass of dq alone" if owns_queries else None):
+    if fault := _terms_fault(problem, bwd_pass, "in the pass of dq alone" if owns_queries else None):
         return fault
     if bwd_pass.one_tile and (problem.options or problem.program is not None):
         return "one_tile: expected False with options or a program, got True"
-    if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):
+    if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "stream-K"):
         return f"one_tile: expected False with the schedule {bwd_pass.schedule}, got True"
     if fault := _table_fault(problem, owned, rows):
         return fault
@@ -463,14 +463,14 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
     if problem.program is None:
         options = {*problem.served_as.options} - {"sink"}
         if options in ({"window"}, {"alibi"}, {"softcap"}):
-            return "grid", "dynamic-late", "split"
+            return "grid", "dynamic-late", "stream-K"
         return ("grid", "dynamic-late") if options else BWD_SCHEDULES
     if problem.learns_bias:
         return "grid", "dynamic", "dynamic-late"
     if problem.is_mask_of_bits:
-        return "grid", "dynamic-late", "split"
+        return "grid", "dynamic-late", "stream-K"
     if problem.is_diagonal_bias:
-        return "grid", "dynamic-late", "split"
+        return "grid", "dynamic-late", "stream-K"
     return ("grid",)
 
 

@@ -24,7 +24,7 @@ def end_at_last_query(problem: AttnProblem, config: FwdConfig) -> bool:
     hides_keys = (problem.causal or problem.has("window")) and problem.program is None
     is_dense = config.page_rows == 0 and not problem.has("varlen")
     stored_by_tma = not config.split and problem.dtype_of("o") != "float32"
-    fewer_steps = config.block_M > config.block_N and config.schedule != "shared"
+    fewer_steps = config.block_M > config.block_N and config.schedule != "stream-K"
     return hides_keys and is_dense and stored_by_tma and fewer_steps
 
 
@@ -54,7 +54,7 @@ def hides_steps(problem: AttnProblem, config: FwdConfig) -> bool:
     further = config.block_M - ROWS  # queries of the other warpgroups
     most_skipped = -(-further // config.block_N)
     most_allowed = config.kv_stages if config.ping_pong else config.kv_stages + 1
-    if most_skipped > most_allowed or config.split or config.schedule == "shared":
+    if most_skipped > most_allowed or config.split or config.schedule == "stream-K":
         return False
     if problem.has("window"):  # d64 and d128 gain nothing with tiles of 128 queries (H200, 2026-11-27)
         return config.block_M > 128 and problem.program is None and not problem.has("alibi")
@@ -81,6 +81,6 @@ def hides_last_steps(problem: AttnProblem, config: FwdConfig) -> bool:
     if problem.has("window"):
         return hides_steps(problem, config)
     is_plain = set(problem.options) <= {"varlen"} and problem.program is None and not problem.is_fp32
-    is_whole = not config.split and config.schedule != "shared" and config.page_rows == 0
+    is_whole = not config.split and config.schedule != "stream-K" and config.page_rows == 0
     may_be_short = (problem.causal or problem.has("varlen")) and not end_at_last_query(problem, config)
     return is_plain and is_whole and may_be_short and config.warpgroups > 1

@@ -11,14 +11,14 @@ REGISTER_LEVEL = 5
 
 def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     """The ptxas register usage level of a kernel."""
-    # Forward of d256 in three parts: at 5 it spills 108 bytes, at 0 none (nvcc 13.0.88)
-    if isinstance(config, FwdConfig) and problem.parts == 3 and problem.width == "d256":
+    # Forward of d256 in three terms: at 5 it spills 108 bytes, at 0 none (nvcc 13.0.88)
+    if isinstance(config, FwdConfig) and problem.terms == 3 and problem.width == "d256":
         return 0
-    # dq+dk+dv in two parts: at 5 it spills 4 to 176 bytes, at 0 none (nvcc 13.0.88)
-    if isinstance(config, BwdPass) and config.adds_dq and problem.parts == 2:
+    # dq+dk+dv in two terms: at 5 it spills 4 to 176 bytes, at 0 none (nvcc 13.0.88)
+    if isinstance(config, BwdPass) and config.adds_dq and problem.terms == 2:
         return 0
-    # dk+dv of d128 in two parts: at 5 it spills 20 to 44 bytes with packed sequences or ALiBi, at 0 none (nvcc 13.0.88)
-    if isinstance(config, BwdPass) and config.grads == "dk+dv" and problem.parts == 2:
+    # dk+dv of d128 in two terms: at 5 it spills 20 to 44 bytes with packed sequences or ALiBi, at 0 none (nvcc 13.0.88)
+    if isinstance(config, BwdPass) and config.grads == "dk+dv" and problem.terms == 2:
         return 0 if problem.width == "d128" and problem.options else REGISTER_LEVEL
     # One tile of 192 keys in fp16: at 5 it spills 8 bytes, at 0 none (nvcc 13.0.88)
     if isinstance(config, BwdPass) and config.one_tile and config.warpgroups == 3:

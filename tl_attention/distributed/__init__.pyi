@@ -27,7 +27,7 @@ def attention(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -56,9 +56,10 @@ def attention(
             log2(e) and the lowest row max, -1e20, is finite in fp32. It may be negative or 0. None:
             head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2
             ** 30.
-        causal: a query sees no key past its diagonal.
-        window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key
-            <= diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
+        causal: query i sees the keys up to its diagonal, i + seqlen_k - seqlen_q, so the last query
+            sees all.
+        window_size: (left, right), a sequence of two ints: a query sees diagonal - left <= key <=
+            diagonal + right; -1 or None: no limit. With causal, right is 0. Bounds below -1 are
             refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
         softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
@@ -85,7 +86,8 @@ def attention(
             softmax_lse is [batch, heads, rows], or [heads, rows] with cu_seqlens, fp32, natural log. As in flash_attn_func a query that
             sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
     Raises:
-        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks.
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks. Transforms of
+            torch.func and forward-mode differentiation are refused.
     """
 
 @overload
@@ -98,7 +100,7 @@ def attention(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -120,7 +122,7 @@ def attention(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,

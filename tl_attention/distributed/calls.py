@@ -183,8 +183,8 @@ class Attend:
             lse: in base 2.
         """
         if not q.is_cuda or any(self._padding):
-            part, part_lse = self.forward(q, k, v, given)
-            _merge(out, lse, part, part_lse / LN2)
+            partial, partial_lse = self.forward(q, k, v, given)
+            _merge(out, lse, partial, partial_lse / LN2)
             return
         options = self._with(given)
         tensors = q, k, v, out, lse
@@ -278,30 +278,30 @@ class Attend:
 
         out, lse, dout and dlse are those of all keys. Kernels compute P = exp(score - lse) and delta = rowsum(dout * out) - dlse from
         them, which is right for any part of the keys. The reference recomputes out and lse from the keys at hand. It gets the
-        gradients with respect to these, which gives the same P and delta: for w = exp(lse_part - lse)
+        gradients with respect to these, which gives the same P and delta: for w = exp(lse_partial - lse)
 
-            dout_part = w dout    dlse_part = w (rowsum(dout * (out_part - out)) + dlse)
+            dout_partial = w dout    dlse_partial = w (rowsum(dout * (out_partial - out)) + dlse)
         """
         if q.device.type != "cpu":
             return self._backward((dout, q, k, v, out, lse), dlse, given, dq, partial=True)[:3]
         dout, q, k, v = (x.float() for x in (dout, q, k, v))
-        part, lse_part = self.forward(q, k, v, given)
-        weight = torch.exp(lse_part - lse)
-        slope = (dout.float() * (part.float() - out.float())).sum(-1).mT  # [batch, heads, rows]
-        dlse_part = weight * (slope if dlse is None else slope + dlse)
-        dout_part = (dout.float() * weight.mT[..., None]).to(dout.dtype)
-        return self.backward(dout_part, q, k, v, part, lse_part, dlse_part, given, dq)[:3]
+        partial, lse_partial = self.forward(q, k, v, given)
+        weight = torch.exp(lse_partial - lse)
+        slope = (dout.float() * (partial.float() - out.float())).sum(-1).mT  # [batch, heads, rows]
+        dlse_partial = weight * (slope if dlse is None else slope + dlse)
+        dout_partial = (dout.float() * weight.mT[..., None]).to(dout.dtype)
+        return self.backward(dout_partial, q, k, v, partial, lse_partial, dlse_partial, given, dq)[:3]
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def _merge(out: torch.Tensor, lse: torch.Tensor, partial: torch.Tensor, partial_lse: torch.Tensor) -> None:
     """Merge results of the same queries in place, as kernels/forward/results.py does.
 
     Args:
-        out, part: [batch, rows, heads, columns], out in fp32.
-        lse, part_lse: [batch, heads, rows], base 2.
+        out, partial: [batch, rows, heads, columns], out in fp32.
+        lse, partial_lse: [batch, heads, rows], base 2.
     """
-    total = torch.logaddexp2(lse, part_lse)
+    total = torch.logaddexp2(lse, partial_lse)
     finite = total.masked_fill(total == -math.inf, 0)
-    weight, of_part = (torch.exp2(x - finite).mT[..., None] for x in (lse, part_lse))
+    weight, of_partial = (torch.exp2(x - finite).mT[..., None] for x in (lse, partial_lse))
     lse.copy_(total)
-    out.masked_fill_(weight == 0, 0).mul_(weight).addcmul_(part.float(), of_part)
+    out.masked_fill_(weight == 0, 0).mul_(weight).addcmul_(partial.float(), of_partial)

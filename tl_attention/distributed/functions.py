@@ -23,6 +23,7 @@ from tl_attention.checks.common import (
     is_int,
 )
 from tl_attention.checks.keywords import unknown_keyword
+from tl_attention.checks.transforms import check_no_transforms
 from tl_attention.distributed import roll
 from tl_attention.distributed.calls import Given, Scores, Task
 from tl_attention.distributed.choice import METHODS, MethodName, choose
@@ -50,7 +51,7 @@ def attention(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -88,7 +89,8 @@ def attention(
             softmax_lse is [batch, heads, rows], or [heads, rows] with cu_seqlens, fp32, natural log. As in flash_attn_func a query that
             sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
     Raises:
-        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks.
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks. Transforms of
+            torch.func and forward-mode differentiation are refused.
     """
     if unknown:
         raise unknown_keyword(attention, unknown)
@@ -344,6 +346,7 @@ def _check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
 
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> dict[str, Any]:
     """Check all arguments; return those that must be equal on all ranks."""
+    check_no_transforms("attention")
     documents = documents_of(asked.cu_seqlens)
     packed = documents is not None
     slopes, sink = asked.alibi_slopes, asked.learnable_sink
@@ -380,6 +383,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
 
 def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple[Any, ...]:
     """Everything that a prepared call depends on."""
+    check_no_transforms("attention")
     return (
         q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
         k.shape, k.stride(), k.dtype, k.device, k.requires_grad,

@@ -248,10 +248,10 @@ class Gather:
             functools.partial(differentiated, *call) for call in zip(self._attends, saved[3:], strict=True)
         ]
         for attend, grads in zip(self._attends, side_by_side(calls, q.device), strict=True):
-            _, dk, dv, dsink_part = grads
+            _, dk, dv, dsink_partial = grads
             sums = self._added(attend, sums, [dk, dv])
             if given.sink is not None:
-                dsink = dsink_part.float() if dsink is None else dsink + dsink_part
+                dsink = dsink_partial.float() if dsink is None else dsink + dsink_partial
         if given.sink is not None:
             dsink = torch.zeros_like(given.sink) if dsink is None else dsink.to(given.sink.dtype)
         if sums is None:

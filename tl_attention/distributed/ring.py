@@ -234,7 +234,7 @@ class Ring:
         dout, q, out, lse, dlse = of_queries
         for placed in group:
             rows, of_keys = placed.attend.rows, placed.attend.key_rows
-            part, *grads = placed.attend.partial_backward(
+            partial, *grads = placed.attend.partial_backward(
                 dout[:, rows],
                 q[:, rows],
                 *(x[:, of_keys] for x in tensors),
@@ -245,7 +245,7 @@ class Ring:
                 dq[:, rows] if placed.is_first else None,
             )
             for turn in () if placed.is_first else placed.turns:
-                total, own = dq[:, turn.rows], part[:, turn.own_rows]
+                total, own = dq[:, turn.rows], partial[:, turn.own_rows]
                 _ = total.copy_(own) if turn.is_first else total.add_(own)
             if totals is None and grads[0].shape == tensors[0].shape:
                 totals = grads

@@ -100,7 +100,7 @@ def make_layout(
     cu_seqlens: Lengths = None,
     layout: LayoutName | Literal["balanced"] = "balanced",
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
 ) -> Layout:
     """Layout of a sequence, to be passed to the other functions.
 

@@ -290,8 +290,9 @@ def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | No
     if kept is not None and kept[0] is position_ids:
         return kept[1]
     version = -1 if position_ids.is_inference() else position_ids._version
-    if _last is not None and version >= 0 and _last[0]() is position_ids and _last[1] == version:
-        return _last[2]
+    last = _last  # another thread may set it meanwhile
+    if last is not None and version >= 0 and last[0]() is position_ids and last[1] == version:
+        return last[2]
     starts = positions == positions.min()
     starts[:, 0] = True
     found = None

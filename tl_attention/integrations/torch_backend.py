@@ -12,13 +12,21 @@ import torch
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks.common import expect_scale
 from tl_attention.checks.fp32 import check_precision
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations import torch_masks
+from tl_attention.integrations.torch_masks import with_strides_of
 from tl_attention.problem.options import Options, canonical_window
 from tl_attention.problem.request import new_request
 from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.ops import run_backward_op
 
 NAME = "tl_attention"
+_NAMES = Renaming(
+    {
+        "q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal",
+        "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
+    }
+)  # fmt: skip
 _active: Handle | None = None  # whose kernels replace PyTorch's
 
 
@@ -153,13 +161,6 @@ def _expect(supported: bool, message: str) -> None:
         )
 
 
-def _with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """x, copied if its strides differ from those of torch.empty_like(template), which compiled code assumes."""
-    strides = torch.empty_like(template, device="meta").stride()
-    same = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
-    return x if same else torch.empty_like(template).copy_(x)
-
-
 def _heads_are_outer(query: torch.Tensor) -> bool:
     """True if [batch, heads, seqlen, head_dim] has this order in memory, False for [batch, seqlen, heads, head_dim]."""
     return query.stride(1) >= query.stride(2)
@@ -233,14 +234,16 @@ def flash_forward(
         "rng_state": state if dropout_p else None,
         "num_splits": num_splits or 0,
     }
+    function, tensors = flash_attn_func, (query, key, value)
+    if varlen:
+        function, tensors = flash_attn_varlen_func, (*tensors, cum_seq_q, cum_seq_k, max_q, max_k)
+        options |= {"seqused_k": seqused_k, "block_table": block_table}
     with torch.no_grad():
-        if not varlen:
-            out, lse, _ = flash_attn_func(query, key, value, **options)
-        else:
-            lengths = cum_seq_q, cum_seq_k, max_q, max_k
-            options |= {"seqused_k": seqused_k, "block_table": block_table}
-            out, lse, _ = flash_attn_varlen_func(query, key, value, *lengths, **options)
-    return _with_strides_of(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
+        try:
+            out, lse, _ = function(*tensors, **options)
+        except ARGUMENT_ERRORS as error:
+            raise _NAMES.of(error) from None
+    return with_strides_of(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
 
 
 def flash_forward_inplace(
@@ -321,7 +324,8 @@ def flash_backward(
         cu_seqlens_k=cum_seq_k,
     )
     tensors = grad_out, query, key, value, out, logsumexp
-    return _backward(tensors, scale, causal, False, options)
+    grads = _backward(tensors, scale, causal, False, options)
+    return tuple(with_strides_of(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
 
 
 def _backward(
@@ -339,7 +343,7 @@ def _backward(
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     grads = run_backward_op(tensors, None, (scale, causal, False, heads_first, deterministic), options)
-    return tuple(_with_strides_of(grads[name].to(x.dtype), x) for name, x in zip("qkv", qkv, strict=True))
+    return tuple(grads[name].to(x.dtype) for name, x in zip("qkv", qkv, strict=True))
 
 
 def sdpa_forward(
@@ -368,12 +372,12 @@ def sdpa_forward(
         out, lse, *rest = flash_forward(
             *qkv, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
         )
-        return _with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
+        return with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
     with torch.no_grad():
         out, lse = attend(new_request(query, key, value, scale, is_causal, heads_first=True))
     state, unused = _dropout_state(query, 0.0)
     rest = state.view(torch.uint64), unused, query.new_empty(0)
-    return _with_strides_of(out, query), lse, None, None, *lengths, *rest
+    return with_strides_of(out, query), lse, None, None, *lengths, *rest
 
 
 def sdpa_backward(
@@ -402,7 +406,9 @@ def sdpa_backward(
     if not heads_first:
         tensors = tuple(x.transpose(1, 2) for x in tensors)
     grads = _backward((*tensors, logsumexp), scale, is_causal, heads_first, options)
-    return grads if heads_first else tuple(x.transpose(1, 2) for x in grads)
+    if not heads_first:
+        grads = tuple(x.transpose(1, 2) for x in grads)
+    return tuple(with_strides_of(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -21,7 +21,7 @@ from tl_attention import launch
 from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.integrations import torch_unmasked
-from tl_attention.problem.options import MAX_SCALE, options_of_parts
+from tl_attention.problem.options import MAX_SCALE, options_of_terms
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import is_hopper
 from tl_attention.reference.flex import flex_reference
@@ -31,6 +31,8 @@ LOG = logging.getLogger(__name__)
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 FLASH = int(SDPBackend.FLASH_ATTENTION)
 OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
+# Of that seed in its memory in CUDA graph capture: at a multiple of 16 bytes, as compiled code assumes
+PLACE = 2
 SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
@@ -119,17 +121,19 @@ def efficient_forward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset."""
+    """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset.
+
+    Where PyTorch asks for no log-sum-exp it is not padded: the backward of a mask that alone needs a gradient reads it.
+    """
     arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
     call = query, key, value, attn_bias, dropout_p, is_causal
     result = _served(SDPBackend.EFFICIENT_ATTENTION, *call, scale)
     if result is None:
-        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_EFFICIENT)
+        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_EFFICIENT, dropout_p)
     out, lse = result
-    rows = query.shape[2]
-    padding = -rows % LSE_ROWS
-    lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if compute_log_sumexp else lse[..., :0]
-    return out, lse, *_seed_and_offset()
+    if compute_log_sumexp:
+        lse = torch.nn.functional.pad(lse, (0, -query.shape[2] % LSE_ROWS), value=torch.inf)
+    return out, lse, *_seed_and_offset(query.device)
 
 
 def efficient_backward(
@@ -152,7 +156,7 @@ def efficient_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """aten::_scaled_dot_product_efficient_attention_backward: gradients of query, key, value, and of the mask if it is asked for."""
     tensors = grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset
-    if not _is_ours(philox_seed):
+    if not _is_ours(philox_seed, dropout_p):
         return original(keys, *tensors, dropout_p, grad_input_mask, is_causal, scale=scale)
     lse = logsumexp[..., : query.shape[2]].contiguous()
     if attn_bias is None:
@@ -179,11 +183,10 @@ def cudnn_forward(
     call = query, key, value, _four_dims(attn_bias), dropout_p, is_causal
     result = None if return_debug_mask else _served(SDPBackend.CUDNN_ATTENTION, *call, scale)
     if result is None:
-        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN)
+        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN, dropout_p)
     out, lse = result
-    if query.stride(1) >= query.stride(2):
-        out = out.contiguous()
-    return out, lse[..., None], None, None, query.shape[2], key.shape[2], *_seed_and_offset(), None
+    others = None, None, query.shape[2], key.shape[2], *_seed_and_offset(query.device), None
+    return with_strides_of(out, query), lse[..., None], *others
 
 
 def cudnn_backward(
@@ -208,7 +211,7 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_cudnn_attention_backward: gradients of query, key and value."""
-    if not _is_ours(philox_seed):
+    if not _is_ours(philox_seed, dropout_p):
         tensors = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias
         lengths = cum_seq_q, cum_seq_k, max_q, max_k
         return original(keys, *tensors, *lengths, dropout_p, is_causal, scale=scale)
@@ -218,31 +221,47 @@ def cudnn_backward(
     else:
         bias = _four_dims(attn_bias)
         grads = _backward(grad_out, query, key, value, bias, out, lse, scale, False)[:3]
-    return tuple(_like(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
+    return tuple(with_strides_of(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
 
 
-def _like(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """x with the strides of torch.empty_like(template)."""
-    strides = torch.empty_like(template, device="meta").stride()
-    return x if x.stride() == strides else torch.empty_like(template).copy_(x)
+def with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """x, copied if its strides differ from those that compiled code assumes: of torch.empty_like(template), or for fewer columns those of a
+    dense tensor with the order of the template's dimensions.
+    """
+    if x.shape == template.shape:
+        like = torch.empty_like(template, device="meta")
+    else:
+        order = sorted(range(x.ndim), key=template.stride, reverse=True)
+        like = torch.empty_permuted(x.shape, order, device="meta")
+    same = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True))
+    return x if same else torch.empty_like(like, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset of a forward of this package, which has no dropout: on the CPU, as PyTorch's without dropout."""
+def _seed_and_offset(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset of a forward of this package, which has no dropout: where PyTorch has its own, on the CPU, and in CUDA graph capture
+    on the GPU. A value cannot be read there: the seed's place in its memory says that it is ours.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        memory, offset = (torch.empty(shape, dtype=torch.int64, device=device) for shape in (PLACE + 1, ()))
+        return memory[PLACE], offset
     return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
-def _not_ours(result: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-    """Result of a forward of PyTorch. Its seed becomes 0: without dropout it is memory that nobody has written, and may be OURS."""
+def _not_ours(result: tuple[Any, ...], seed: int, dropout_p: float) -> tuple[Any, ...]:
+    """Result of a forward of PyTorch. Without dropout its seed is memory that nobody has written, and may be OURS: it becomes 0."""
     LOG.debug("scaled_dot_product_attention -> PyTorch's own kernel")
-    if result[seed].device.type == "cpu":
+    if not dropout_p and result[seed].device.type == "cpu":
         result[seed].zero_()
     return result
 
 
-def _is_ours(seed: torch.Tensor | None) -> bool:
-    """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran."""
-    return seed is not None and seed.device.type == "cpu" and seed.numel() == 1 and seed.item() == OURS
+def _is_ours(seed: torch.Tensor | None, dropout_p: float) -> bool:
+    """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran. With dropout none is: a generator may have
+    OURS as its seed.
+    """
+    if dropout_p or seed is None or seed.numel() != 1:
+        return False
+    return seed.item() == OURS if seed.device.type == "cpu" else seed.storage_offset() == PLACE
 
 
 def _served(
@@ -291,8 +310,8 @@ def _forward(
     call = _call(_narrow(attn_bias.detach()), False)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        parts, qkv = torch_unmasked.operands(query, key, value)
-        out, lse = launch.forward(*qkv, scale, False, False, options=options_of_parts(parts), traced=call)
+        terms, qkv = torch_unmasked.operands(query, key, value)
+        out, lse = launch.forward(*qkv, scale, False, False, options=options_of_terms(terms), traced=call)
         return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
@@ -314,10 +333,10 @@ def _backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     if query.is_cuda:
-        parts, tensors = torch_unmasked.operands(grad_out, query, key, value, out)
+        terms, tensors = torch_unmasked.operands(grad_out, query, key, value, out)
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
-        grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_parts(parts), traced=call)
+        grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_terms(terms), traced=call)
         sums = [grads[i] for i in call.program.learned]
         grads = [grads[name].to(query.dtype).transpose(1, 2) for name in "qkv"]
     else:

@@ -63,18 +63,18 @@ def has_widths(query: torch.Tensor, value: torch.Tensor) -> bool:
 def has_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
     """True for head dims and a dtype whose gradients have kernels, for fp32 at the default precision."""
     try:
-        parts = check_precision(query, None)
+        terms = check_precision(query, None)
     except ValueError:  # PyTorch's settings of its backends differ
         return False
-    return has_gradient_kernels(query, value, parts)
+    return has_gradient_kernels(query, value, terms)
 
 
 def operands(*tensors: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-    """(parts, tensors) of a launch, [batch, seqlen, heads, columns], at the default precision: bf16 and 0 for fp32 of one part."""
-    parts = check_precision(tensors[0], None)
-    if runs_in_bf16(tensors[0], parts):
-        tensors, parts = [x.bfloat16() for x in tensors], 0
-    return parts, [x.transpose(1, 2) for x in tensors]
+    """(terms, tensors) of a launch, [batch, seqlen, heads, columns], at the default precision: bf16 and 0 for fp32 of one term."""
+    terms = check_precision(tensors[0], None)
+    if runs_in_bf16(tensors[0], terms):
+        tensors, terms = [x.bfloat16() for x in tensors], 0
+    return terms, [x.transpose(1, 2) for x in tensors]
 
 
 def forward(
@@ -98,10 +98,10 @@ def backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, as views of [batch, seqlen, heads, head_dim]."""
-    parts, tensors = operands(grad_out, query, key, value, out)
+    terms, tensors = operands(grad_out, query, key, value, out)
     tensors[0] = tensors[0].contiguous()
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     call = scale, causal, False, False, deterministic
-    grads = run_backward_op((*tensors, lse), None, call, Options(parts=parts))
+    grads = run_backward_op((*tensors, lse), None, call, Options(parts=terms))
     return tuple(grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")

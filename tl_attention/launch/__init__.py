@@ -5,8 +5,8 @@ from tl_attention.launch.bwd_passes import bwd_workspace_bytes
 from tl_attention.launch.decode import append_to_cache, attend_cache, decode_plan, decode_workspace_bytes
 from tl_attention.launch.fwd import forward, fwd_plan, keep_call, kept_call
 from tl_attention.launch.fwd_jvp import forward_jvp
-from tl_attention.launch.parts import parts_workspace_bytes
 from tl_attention.launch.splits import fwd_bucket
+from tl_attention.launch.terms import terms_workspace_bytes
 
 __all__ = [
     "append_to_cache",
@@ -22,5 +22,5 @@ __all__ = [
     "fwd_plan",
     "keep_call",
     "kept_call",
-    "parts_workspace_bytes",
+    "terms_workspace_bytes",
 ]

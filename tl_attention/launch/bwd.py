@@ -31,8 +31,8 @@ from tl_attention.launch.common import (
     has_no_sequences,
     qkv_key,
 )
-from tl_attention.launch.parts import BwdPartsLaunch, parts_launch
 from tl_attention.launch.seen import seen_queries
+from tl_attention.launch.terms import BwdTermsLaunch, terms_launch
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.problem.attn_problem import TABLE_ROWS
 from tl_attention.problem.options import Options, as_stored
@@ -129,15 +129,15 @@ class BwdPlan:
     def _make_views(
         self, kernels: BwdKernels, tensors: Sequence[torch.Tensor], heads_first: bool, partial: bool
     ) -> None:
-        """Decide how kernels see q, k, v, dout, out, dq, dk, dv, and the parts of fp32 inputs."""
+        """Decide how kernels see q, k, v, dout, out, dq, dk, dv, and the terms of fp32 inputs."""
         self.split = self.partial_views = None
         *inputs, out, dq, dk, dv = tensors
-        if kernels.parts is not None:
+        if kernels.terms is not None:
             # dq is fp32 and leaves from registers, so without the view of packed sequences
             q, k, v, dout = inputs
             where, first = (kernels.problem, heads_first), self.passes[0]
-            split = parts_launch(kernels.parts, *where, first.attention_tiles, q, dout)
-            self.split = BwdPartsLaunch(split, *where, self.packed, first.stores_key_parts, k, v)
+            split = terms_launch(kernels.terms, *where, first.attention_tiles, q, dout)
+            self.split = BwdTermsLaunch(split, *where, self.packed, first.stores_key_terms, k, v)
             self.dq_view = ArgumentViews(heads_first, dq)
         if partial:  # a pass by queries stores dq from registers, the others sum it
             tensors = *inputs, out
@@ -222,7 +222,7 @@ class BwdPlan:
             first.launch((*inputs, *rows), *call, arguments, tables, blocks)
         else:
             inputs, shared = split.others, arguments + split.share
-            first.launch((*split.first, *rows), *call, shared, tables, blocks, split.key_parts)
+            first.launch((*split.first, *rows), *call, shared, tables, blocks, split.key_terms)
         for bwd_pass in others:
             bwd_pass.launch((*inputs, *rows), *call, arguments, tables, blocks)
         if traced is not None:
@@ -369,7 +369,7 @@ def backward(
     partial = partial and q.dtype != torch.float32
     key = _plan_key(*tensors, *layout)
     if options is not None:
-        key = (*key, *options.key, options.max_seqlen_q_rounded, options.longest_rounded)
+        key = (*key, *options.key, options.max_seqlen_q_rounded, options.max_seqlen_k_rounded)
     if traced is not None or dq is not None or partial:
         key = (*key, traced and traced.program, None if dq is None else dq.stride(), partial)
     plan = plan_cache.plans.get(key) if config is None else None

@@ -16,9 +16,9 @@ from tl_attention.config.kernel_configs import (
     BwdPass,
     BwdSum,
     delta_width,
-    parts_kernels,
     reduce_kernels,
     table_kernels,
+    terms_kernels,
 )
 from tl_attention.launch.common import build_ahead, compile_config, dtype_name, find_config
 from tl_attention.launch.traced import backward_call
@@ -38,10 +38,10 @@ class BwdKernels:
     passes: tuple[tuple[BwdPass, Kernel], ...]
     sum_qk: Kernel
     sum_v: Kernel
-    sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is split
+    sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is stream-K
     sum_shared_v: Kernel | None
     tile_table: Kernel | None  # runs first for packed sequences
-    parts: Kernel | None  # runs first in fp32: splits q and dout, or the first heads of them
+    terms: Kernel | None  # runs first in fp32: splits q and dout, or the first heads of them
     reduce: dict[int, Kernel]  # runs last, by the number of a stored gradient: sums it
 
 
@@ -83,7 +83,7 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         compiled.get((problem.sum_problem(problem.head_dim), BwdSum(shared=True))),
         compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
-        next((compiled[kernel] for kernel in parts_kernels(problem, config.makes_parts)), None),
+        next((compiled[kernel] for kernel in terms_kernels(problem, config.makes_terms)), None),
         {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
     )
 

@@ -11,7 +11,7 @@ import torch
 from tl_attention.compilation.store import Kernel
 from tl_attention.config.costs import Costs
 from tl_attention.config.kernel_configs import BwdConfig, BwdPass
-from tl_attention.config.part_configs import stores_key_parts
+from tl_attention.config.term_configs import stores_key_terms
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.bwd_kernels import BwdKernels, goes_by_sequence
 from tl_attention.launch.common import (
@@ -24,9 +24,9 @@ from tl_attention.launch.common import (
     table_counts,
     tile_counts,
 )
-from tl_attention.launch.parts import AttentionTiles
 from tl_attention.launch.rounding import ring_tiles, slots_of
 from tl_attention.launch.seen import unseen_queries
+from tl_attention.launch.terms import AttentionTiles
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 from tl_attention.problem.options import UNLIMITED, Options, canonical_window, rounded_length
@@ -36,7 +36,7 @@ QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multipl
 
 
 @functools.lru_cache(maxsize=4096)
-def key_parts(
+def key_sharers(
     tiles: int,
     heads_per_kv: int,
     queries: int,
@@ -45,9 +45,9 @@ def key_parts(
     sum_queries: float = 0,
     head_bytes: int = 0,
 ) -> tuple[int, int]:
-    """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
+    """(sharers, heads_per_sharer): CTAs that share the query heads of a key head, and query heads of each.
 
-    The fewest parts that take nearly the shortest time, see Costs.fewest(). The work is exact but for the rounding of key blocks. The
+    The fewest sharers that take nearly the shortest time, see Costs.fewest(). The work is exact but for the rounding of key blocks. The
     time is an estimate: the longest tiles run first, in waves of one per SM; behind them shorter ones fill the SMs.
 
     Args:
@@ -55,7 +55,7 @@ def key_parts(
         queries: largest number of queries of one head that see keys of a tile.
         on_diagonal: share of the tiles that are seen by none to all of these queries, half of them on average, as under a causal mask; the
             others are seen by all. 0 without a mask, 1 under a causal mask with as many keys as queries: see causal_tiles().
-        sum_queries: cost of the launches that several parts need, in queries of one head.
+        sum_queries: cost of the launches that several sharers need, in queries of one head.
         head_bytes: query rows of one head that CTAs read at once, see bytes_at_once().
     """
 
@@ -71,22 +71,24 @@ def key_parts(
         n = -(-full // sms)
         return max(n, (n + 1) * (count - n * sms) / (count - full)) if count > n * sms else n
 
-    def time(heads_per_part: int) -> float:
-        parts = -(-heads_per_kv // heads_per_part)
-        longest = heads_per_part * queries + backward.tile
+    def time(heads_per_sharer: int) -> float:
+        sharers = -(-heads_per_kv // heads_per_sharer)
+        longest = heads_per_sharer * queries + backward.tile
         drift = 1 + on_diagonal * backward.drift * (
-            1 - backward.near_bytes / max(heads_per_part * head_bytes, backward.near_bytes)
+            1 - backward.near_bytes / max(heads_per_sharer * head_bytes, backward.near_bytes)
         )
-        mean = tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + parts * backward.tile)
-        time = max(waves(tiles * parts) * longest, mean + on_diagonal * backward.tail * longest)
-        return time + (parts > 1) * (sum_queries + parts * backward.partial * tiles / sms)
+        mean = (
+            tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + sharers * backward.tile)
+        )
+        time = max(waves(tiles * sharers) * longest, mean + on_diagonal * backward.tail * longest)
+        return time + (sharers > 1) * (sum_queries + sharers * backward.partial * tiles / sms)
 
-    heads_per_part = costs.fewest({number: time(number) for number in range(heads_per_kv, 0, -1)})
-    return -(-heads_per_kv // heads_per_part), heads_per_part
+    heads_per_sharer = costs.fewest({number: time(number) for number in range(heads_per_kv, 0, -1)})
+    return -(-heads_per_kv // heads_per_sharer), heads_per_sharer
 
 
 def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float]:
-    """(queries, on_diagonal) of key_parts() under a causal mask. Exact for equal lengths of sequences; others count by their means.
+    """(queries, on_diagonal) of key_sharers() under a causal mask. Exact for equal lengths of sequences; others count by their means.
 
     With more keys than queries, the keys up to the first diagonal are seen by all queries. With fewer, the first queries see no key.
 
@@ -101,7 +103,7 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
 def bytes_at_once(bwd_pass: BwdPass, queries: int, costs: Costs, row_bytes: int) -> int:
     """Bytes of query rows that the CTAs of all SMs read at once, per head of a CTA.
 
-    At most half of near_bytes, so that parts have two heads: with one the fp32 parts of dk and dv would take more memory than q and dout.
+    At most half of near_bytes, so that sharers have two heads: with one the partials of dk and dv would take more memory than q and dout.
 
     A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
     heads. Where a head has more, the next key tiles start behind, and CTAs may be anywhere in it. A pass that does not add to dq loses time
@@ -113,7 +115,7 @@ def bytes_at_once(bwd_pass: BwdPass, queries: int, costs: Costs, row_bytes: int)
     return min(row_bytes * spread, costs.backward.near_bytes // 2)
 
 
-def pass_parts(
+def pass_sharers(
     bwd_pass: BwdPass,
     tiles: int,
     heads_per_kv: int,
@@ -123,27 +125,27 @@ def pass_parts(
     row_bytes: int = 0,
     shares_last: bool = True,
 ) -> tuple[int, int, int]:
-    """(parts, heads_per_part, whole) of a pass: key_parts(); whole: with the schedule split the tiles with one CTA each, else 0.
+    """(sharers, heads_per_sharer, whole) of a pass: key_sharers(); whole: with the schedule stream-K the tiles with one CTA each, else 0.
 
-    With the schedule `split`, at most most_parts CTAs share a tile, by its queries in place of its heads: under a causal mask all tiles
-    or none, else the last ones.
+    With the schedule `stream-K`, at most most_sharers CTAs share a tile, by its queries in place of its heads: under a causal mask all
+    tiles or none, else the last ones.
 
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
         shares_last: tiles may be shared where there is at least one per SM. Not with a window or listed blocks: the launches that zero and
-            add up the parts take longer than they save (docs/notes/2026-11-26-windows.md); nor in a causal pass with one_tile.
+            add up the partials take longer than they save (docs/notes/2026-11-26-windows.md); nor in a causal pass with one_tile.
     """
     head_bytes = bytes_at_once(bwd_pass, queries, costs, row_bytes)
-    if not bwd_pass.is_split:
-        return *key_parts(tiles, heads_per_kv, queries, on_diagonal, costs, head_bytes=head_bytes), 0
+    if not bwd_pass.is_stream_k:
+        return *key_sharers(tiles, heads_per_kv, queries, on_diagonal, costs, head_bytes=head_bytes), 0
     if not shares_last and tiles >= costs.sms:
         return 1, heads_per_kv, tiles
     if not on_diagonal:
         return shared_last_tiles(tiles, heads_per_kv, queries, costs)
-    most = costs.backward.most_parts
+    most = costs.backward.most_sharers
     share, share_bytes = (-(-heads_per_kv * n // most) for n in (queries, head_bytes))
-    parts, _ = key_parts(tiles, most, share, on_diagonal, costs, costs.backward.launch, share_bytes)
-    return parts, heads_per_kv, 0 if parts > 1 else tiles
+    sharers, _ = key_sharers(tiles, most, share, on_diagonal, costs, costs.backward.launch, share_bytes)
+    return sharers, heads_per_kv, 0 if sharers > 1 else tiles
 
 
 def row_bytes_of(bwd_pass: BwdPass, problem: AttnProblem, width: int, element_bytes: int) -> int:
@@ -153,23 +155,23 @@ def row_bytes_of(bwd_pass: BwdPass, problem: AttnProblem, width: int, element_by
 
 @functools.lru_cache(maxsize=4096)
 def shared_last_tiles(tiles: int, heads_per_kv: int, queries: int, costs: Costs) -> tuple[int, int, int]:
-    """pass_parts() of tiles with equally many queries. CTAs share those that are left when every SM has computed equally many.
+    """pass_sharers() of tiles with equally many queries. CTAs share those that are left when every SM has computed equally many.
 
-    4096 tiles on 132 SMs are 31 per SM and four more, for which 128 SMs would wait a 32nd of the time. The fewest parts that take nearly
+    4096 tiles on 132 SMs are 31 per SM and four more, for which 128 SMs would wait a 32nd of the time. The fewest sharers that take nearly
     the shortest time, see Costs.fewest().
     """
     sms, backward = costs.sms, costs.backward
     whole = tiles // sms * sms
     per_tile = heads_per_kv * queries
 
-    def time(parts: int) -> float:
-        rounds = -(-(tiles - whole) * parts // sms)
-        return rounds * (per_tile / parts + backward.tile) + (parts > 1) * (
+    def time(sharers: int) -> float:
+        rounds = -(-(tiles - whole) * sharers // sms)
+        return rounds * (per_tile / sharers + backward.tile) + (sharers > 1) * (
             backward.launch + rounds * backward.partial
         )
 
-    parts = costs.fewest({parts: time(parts) for parts in range(1, backward.most_parts + 1)})
-    return parts, heads_per_kv, whole if parts > 1 else tiles
+    sharers = costs.fewest({sharers: time(sharers) for sharers in range(1, backward.most_sharers + 1)})
+    return sharers, heads_per_kv, whole if sharers > 1 else tiles
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def key_head_group(
     """head_group() of a pass by keys, in key heads.
 
     Args:
-        heads: key heads of all batch entries, each times the parts of its tiles.
+        heads: key heads of all batch entries, each times the sharers of its tiles.
         q_bytes: of the rows of one query head that a step reads and adds to.
         blocks: key tiles per head.
         long_tiles: see BwdSizes.long_tiles().
@@ -255,10 +257,10 @@ def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> i
 
 
 class KeyBuffers:
-    """Sums and partial results of a pass whose CTAs own keys.
+    """Sums and partials of a pass whose CTAs own keys.
 
     Attributes:
-        empty: arguments of empty() for the sums of dq and the parts of dk and of dv, without rows for a result that has none.
+        empty: arguments of empty() for the sums of dq and the partials of dk and of dv, without rows for a result that has none.
     """
 
     def __init__(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes):
@@ -271,40 +273,46 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.costs, self.row_bytes
-        # A causal pass shares all tiles or none, see tiles.SplitGradTiles
+        # A causal pass shares all tiles or none, see tiles.StreamKGradTiles
         all_or_none = problem.causal and config.one_tile
         shares_last = not (problem.has("window") or problem.is_listed or all_or_none)
         self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
         key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
-        self.parts, self.heads_per_part, self.whole = pass_parts(config, key_tiles, *by_queries, shares_last)
-        # Every tile leaves in fp32, at least as one part
-        if config.is_split and problem.has("partial") and self.whole:
-            self.parts, self.whole = 1, 0
-        assert not problem.causal or self.whole in (0, tiles), "see tiles.SplitGradTiles"
-        # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
+        self.sharers, self.heads_per_sharer, self.whole = pass_sharers(
+            config, key_tiles, *by_queries, shares_last
+        )
+        # Every tile leaves in fp32, at least as one partial
+        if config.is_stream_k and problem.has("partial") and self.whole:
+            self.sharers, self.whole = 1, 0
+        assert not problem.causal or self.whole in (0, tiles), "see tiles.StreamKGradTiles"
+        # A share of a stream-K pass without queries writes nothing. Each key tile has a step per head at least
         uneven = problem.causal or problem.has("window") or problem.is_listed
         steps = sizes.heads_per_kv * (1 if uneven else -(-sizes.queries // config.block_M))
-        self.may_be_empty = config.is_split and steps < self.parts
+        self.may_be_empty = config.is_stream_k and steps < self.sharers
         self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it
         self.adds_dq = config.adds_dq and not self.writes_dq
-        in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")
-        self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
+        in_partials = (
+            self.sharers > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")
+        )
+        self.dk_in_partials, self.dv_in_partials = (
+            in_partials and grad in config.makes for grad in ("dk", "dv")
+        )
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
         rows_q = sizes.batch * sizes.heads * self.row_blocks_q
         self._count_tiles(config, problem, sizes)
         if self.rounds:
             row_blocks = TABLE_ROWS // 16 if self.by_sequence else self.row_blocks_q
             rows_q = self.slots * sizes.heads_per_kv * row_blocks
-        rows_k = self.parts * (tiles - self.whole) * (config.block_N // 16)
+        rows_k = self.sharers * (tiles - self.whole) * (config.block_N // 16)
         self.sum_rows = rows_q if self.adds_dq else 0
         # Behind the sums, for one memset of both: turns of an ordered pass, one per row block; counters of a pass that rounds dq
         units = tiles if self.by_sequence else sizes.batch * sizes.heads_kv
         self.counters = rows_q if config.is_ordered else self.rounds * (1 + 2 * units)
         counter_rows = -(-self.counters // (16 * problem.head_dim))
         dq_sum = fragment_blocks(self.sum_rows + counter_rows, problem.head_dim)
-        dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, problem.head_dim)
-        dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, problem.head_dim_v)
-        self.empty = dq_sum, dk_parts, dv_parts
+        dk_partials = fragment_blocks(rows_k if self.dk_in_partials else 0, problem.head_dim)
+        dv_partials = fragment_blocks(rows_k if self.dv_in_partials else 0, problem.head_dim_v)
+        self.empty = dq_sum, dk_partials, dv_partials
 
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
         """Set tiles, their number, counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`.
@@ -312,14 +320,14 @@ class KeyBuffers:
         These are units of dq_sinks/round.py of kernels/backward/, or by sequence tiles of the ring of dq_sinks/round_packed.py.
         """
         n_blocks = sizes.key_blocks(config.block_N)
-        heads = sizes.batch * sizes.heads_kv * self.parts
+        heads = sizes.batch * sizes.heads_kv * self.sharers
         self.tiles = n_blocks * heads
         ctas = min(self.tiles, sizes.costs.sms if config.is_dynamic else MAX_GRID)
         tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.costs
         q_bytes = sizes.seqlen_q * self.row_bytes
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
-        if config.is_split:
-            group_heads = -(-group_heads // self.parts)  # whole heads
+        if config.is_stream_k:
+            group_heads = -(-group_heads // self.sharers)  # whole heads
         if self.by_sequence:
             longest = -(-(sizes.longest_rows or max(sizes.seqlen_q, sizes.seqlen_k)) // TABLE_ROWS)
             self.slots = ring_tiles(n_blocks * sizes.heads_kv, longest, sizes.costs)
@@ -343,10 +351,10 @@ def bwd_workspace_bytes(
 ) -> int:
     """Bytes that a backward of plain tensors allocates beside its gradients, all passes together, on a GPU with these costs.
 
-    It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
+    It holds lse and delta of each query; the sums of dq, if a pass adds to them; the partials of dk and dv, where several CTAs
     share the query heads of a key head or a key tile, for `partial`, and in fp32 with packed sequences; with these also tables of their
-    tiles. A gradient through the lse and that of a sink need some bytes per query more, while they are computed. The bf16 parts of
-    fp32 tensors are beside it: see parts_workspace_bytes.
+    tiles. A gradient through the lse and that of a sink need some bytes per query more, while they are computed. The bf16 terms of
+    fp32 tensors are beside it: see terms_workspace_bytes.
 
     Args:
         batch, seqlen_q, seqlen_k: with packed sequences their number, and the rows of all of them.
@@ -402,7 +410,7 @@ class QueryPass:
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
 
-    attention_tiles, stores_key_parts = None, False  # see KeyPass
+    attention_tiles, stores_key_terms = None, False  # see KeyPass
 
     def launch(
         self,
@@ -423,26 +431,26 @@ class QueryPass:
 
 
 class KeyPass:
-    """Launch of a pass whose CTAs own keys, and of the kernels that sum its partial results."""
+    """Launch of a pass whose CTAs own keys, and of the kernels that sum its partials."""
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
         problem = kernels.problem
         self.buffers, self.partial = KeyBuffers(config, problem, sizes), problem.has("partial")
         buffers = self.buffers
-        parts = buffers.parts
+        sharers = buffers.sharers
         self.dynamic, self.ordered, self.device = config.is_dynamic, config.is_ordered, sizes.device
         counts = n_blocks, group_heads, ctas = buffers.counts
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_dk, self.sum_dv = kernels.sum_qk, kernels.sum_qk, kernels.sum_v
-        self.sum_counts, self.whole = (parts, buffers.row_blocks_k), ()
-        if config.is_split:
+        self.sum_counts, self.whole = (sharers, buffers.row_blocks_k), ()
+        if config.is_stream_k:
             self.sum_dk, self.sum_dv = kernels.sum_shared_qk, kernels.sum_shared_v
-            self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
+            self.sum_counts = sharers, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)
-        self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
+        self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_sharer, sharers, *counts)
         tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.costs, sizes.heads_per_kv)
-        self.attention_tiles = tiles if config.makes_parts else None
-        self.stores_key_parts = stores_key_parts(problem, config.makes)
+        self.attention_tiles = tiles if config.makes_terms else None
+        self.stores_key_terms = stores_key_terms(problem, config.makes)
 
     def launch(
         self,
@@ -454,15 +462,15 @@ class KeyPass:
         options: tuple = (),
         tables: Tables | None = None,
         blocks: BlockLists | None = None,
-        key_parts: tuple = (),
+        key_terms: tuple = (),
     ) -> None:
         buffers = self.buffers
-        dq_sum, dk_parts, dv_parts = [empty(*x) for x in buffers.empty]
+        dq_sum, dk_partials, dv_partials = [empty(*x) for x in buffers.empty]
         if buffers.adds_dq:
             dq_sum.zero_()
         if buffers.may_be_empty:
-            dk_parts.zero_()
-            dv_parts.zero_()
+            dk_partials.zero_()
+            dv_partials.zero_()
         turns = rounding = ()
         if buffers.counters:
             counters = dq_sum[buffers.sum_rows :].view(torch.int32).flatten()[: buffers.counters]
@@ -478,14 +486,14 @@ class KeyPass:
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
-        # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
+        # With `partial` dk and dv are sums of partials: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
-        sums = dq if buffers.writes_dq else dq_sum, *stored, dk_parts, dv_parts
-        extra = *tickets, *turns, *self.whole, *rounding, *key_parts, *options
+        sums = dq if buffers.writes_dq else dq_sum, *stored, dk_partials, dv_partials
+        extra = *tickets, *turns, *self.whole, *rounding, *key_terms, *options
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *extra)
         if buffers.adds_dq and not buffers.rounds:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)
-        if buffers.dk_in_parts:
-            self.sum_dk(dk_parts, dk, 1.0, *self.sum_counts, *table_k)
-        if buffers.dv_in_parts:
-            self.sum_dv(dv_parts, dv, 1.0, *self.sum_counts, *table_k)
+        if buffers.dk_in_partials:
+            self.sum_dk(dk_partials, dk, 1.0, *self.sum_counts, *table_k)
+        if buffers.dv_in_partials:
+            self.sum_dv(dv_partials, dv, 1.0, *self.sum_counts, *table_k)

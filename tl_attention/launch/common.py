@@ -37,7 +37,7 @@ from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
-FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
+FP32_NAMES = {dtype.terms: name for name, dtype in FP32_DTYPES.items()}
 LOG = logging.getLogger(__name__)
 MAX_GRID = 2**31 - 1  # CTAs per launch
 TABLE_NUMBERS = 8  # int32 per row of a tile table

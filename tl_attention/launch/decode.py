@@ -98,8 +98,8 @@ def decode_workspace_bytes(
         config = configs.decode_config(problem, rows)
         rule = _split_rule(num_splits, batch_invariant, seqlen_cache, config.block_N)
         *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)
-        part_numbers = config.warpgroups * min(rows, TILE_ROWS) * (config.columns(problem) + 1)
-        most = max(most, 4 * (slots * part_numbers + entries * MERGE_NUMBERS))
+        partial_numbers = config.warpgroups * min(rows, TILE_ROWS) * (config.columns(problem) + 1)
+        most = max(most, 4 * (slots * partial_numbers + entries * MERGE_NUMBERS))
     return most
 
 
@@ -127,9 +127,9 @@ class DecodePlan:
         m_blocks, ctas, slots, entries = _launch_sizes(
             config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
         )
-        part_shape = slots, config.warpgroups, min(rows, TILE_ROWS)
-        self.o_parts = dense((*part_shape, config.columns(problem)))
-        self.lse_parts = dense(part_shape)
+        partial_shape = slots, config.warpgroups, min(rows, TILE_ROWS)
+        self.o_partials = dense((*partial_shape, config.columns(problem)))
+        self.lse_partials = dense(partial_shape)
         self.merges = dense((entries, MERGE_NUMBERS), torch.int32)
         self.combine = None if rule == -1 else combine  # one split needs no merging
 
@@ -168,9 +168,13 @@ class DecodePlan:
             q = q.clone(memory_format=torch.contiguous_format)
         out, lse = empty(*self.out), empty(*self.lse)
         if workspace is None:
-            o_parts, lse_parts, merges = empty(*self.o_parts), empty(*self.lse_parts), empty(*self.merges)
+            o_partials, lse_partials, merges = (
+                empty(*self.o_partials),
+                empty(*self.lse_partials),
+                empty(*self.merges),
+            )
         else:
-            o_parts, lse_parts, merges = self._divide(workspace)
+            o_partials, lse_partials, merges = self._divide(workspace)
         no_lengths, no_table = self.unused_lengths, self.unused_table
         seqlens, seqlen = no_lengths, cache.seqlens
         if isinstance(seqlen, torch.Tensor):
@@ -185,8 +189,8 @@ class DecodePlan:
             no_lengths if cache.leftpad is None else cache.leftpad,
             no_lengths if cache.batch_idx is None else cache.batch_idx,
             no_table if cache.block_table is None else cache.block_table,
-            o_parts,
-            lse_parts,
+            o_partials,
+            lse_partials,
             merges,
             softmax_scale,
             LN2,
@@ -197,15 +201,15 @@ class DecodePlan:
             *values,
         )
         if self.combine is not None:
-            self.combine(o_parts, lse_parts, merges, out, lse, LN2, self.counts[0], values[_SINK])
+            self.combine(o_partials, lse_partials, merges, out, lse, LN2, self.counts[0], values[_SINK])
         return out if self.head_dim_v == out.shape[3] else out[..., : self.head_dim_v].contiguous(), lse
 
     def _divide(self, workspace: torch.Tensor) -> list[torch.Tensor]:
-        """o_parts, lse_parts and merges as views of a workspace of 4-byte numbers."""
-        tensors = self.o_parts, self.lse_parts, self.merges
+        """o_partials, lse_partials and merges as views of a workspace of 4-byte numbers."""
+        tensors = self.o_partials, self.lse_partials, self.merges
         sizes = [4 * math.prod(shape) for shape, *_ in tensors]
-        parts = workspace[: sum(sizes)].split(sizes)
-        return [x.view(dtype).view(shape) for x, (shape, _, dtype) in zip(parts, tensors, strict=True)]
+        pieces = workspace[: sum(sizes)].split(sizes)
+        return [x.view(dtype).view(shape) for x, (shape, _, dtype) in zip(pieces, tensors, strict=True)]
 
 
 def attend_cache(

@@ -11,10 +11,10 @@ from tl_attention.compilation.store import Kernel
 from tl_attention.config.buckets import window_bucket
 from tl_attention.config.costs import Costs
 from tl_attention.config.kernel_configs import (
-    FirstPartsConfig,
+    FirstTermsConfig,
     FwdCombine,
     FwdConfig,
-    PartsConfig,
+    TermsConfig,
     TileTable,
     page_rows,
 )
@@ -38,7 +38,7 @@ from tl_attention.launch.common import (
     qkv_key,
     tile_counts,
 )
-from tl_attention.launch.parts import AttentionTiles, halves, parts_launch
+from tl_attention.launch.terms import AttentionTiles, halves, terms_launch
 from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.problem.attn_problem import (
@@ -48,7 +48,7 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     length_bucket,
 )
-from tl_attention.problem.options import Options, as_stored
+from tl_attention.problem.options import Options, as_stored, writing
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import sm_count
 
@@ -65,7 +65,7 @@ class FwdKernels(NamedTuple):
     combine: Kernel | None  # merges the partial outputs of splits
     problem: AttnProblem
     tile_table: Kernel | None  # runs first for packed sequences
-    parts: Kernel | None  # runs first in fp32: splits k and v, or the first heads of them
+    terms: Kernel | None  # runs first in fp32: splits k and v, or the first heads of them
 
 
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
@@ -74,10 +74,10 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
     if problem.has("added"):
         config = config.merging
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
+    compiled = {type(one): kernel for (_, one), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
-    parts = compiled.get(FirstPartsConfig if config.makes_parts else PartsConfig)
-    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, parts)
+    terms = compiled.get(FirstTermsConfig if config.makes_terms else TermsConfig)
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)
 
 
 def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None) -> int:
@@ -201,8 +201,12 @@ class FwdPlan:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
-        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "shared"
-        self.tickets = self.device, config.schedule in ("dynamic", "shared"), TICKETS + self.sms * self.shares
+        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
+        self.tickets = (
+            self.device,
+            config.schedule in ("dynamic", "stream-K"),
+            TICKETS + self.sms * self.shares,
+        )
         self.hold_max = config.hold_max
         if self.packed:
             self.step_rows = config.block_N
@@ -233,16 +237,16 @@ class FwdPlan:
         if self.added:
             self.heads_first = heads_first
             self.views = ArgumentViews(heads_first, q, k, v, packed=self.packed)
-        elif found.parts is None:
+        elif found.terms is None:
             tensors = (q, k, v, out) if self.pages is None else (q, out)
             self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         else:  # out is fp32 and leaves from registers, so without the view of packed sequences
             _, m_blocks, group_heads, ctas = self.arguments
             tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.costs
-            attention = AttentionTiles(*tiles) if found.config.makes_parts else None
-            self.split = parts_launch(found.parts, found.problem, heads_first, attention, k, v)
+            attention = AttentionTiles(*tiles) if found.config.makes_terms else None
+            self.split = terms_launch(found.terms, found.problem, heads_first, attention, k, v)
             self.views = ArgumentViews(heads_first, halves(q), packed=self.packed)
-            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.term_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
     def _count_tiles(
@@ -317,8 +321,8 @@ class FwdPlan:
         block_table: torch.Tensor | None = None,
         traced: Call | None = None,
     ) -> None:
-        # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
-        share = ()  # arguments of a kernel that makes parts
+        # A kernel with a tensor argument (lse, terms, tickets) runs on the current stream of its device
+        share = ()  # arguments of a kernel that makes terms
         lazy = q.is_neg() or k.is_neg() or v.is_neg()
         views_of = self.views.replaced if lazy else self.views.of
         if self.pages is not None:
@@ -332,8 +336,8 @@ class FwdPlan:
             elif self.split is None:
                 views = views_of(q, k, v, out)
             else:
-                q, (parts, share) = halves(q), self.split(k, v)  # alive until the launch
-                views = *self.views.of(q), *self.part_views.of(*parts), *self.out_view.of(out)
+                q, (terms, share) = halves(q), self.split(k, v)  # alive until the launch
+                views = *self.views.of(q), *self.term_views.of(*terms), *self.out_view.of(out)
         results = (out, lse) if self.combine is None else [empty(*x) for x in self.partial]
         tickets = stream_tickets(*self.tickets)
         unit = 1.0 if lse_base2 else LN2
@@ -459,7 +463,10 @@ def forward(
             return forward(*pad_columns(q, k, v), *layout, out=out, lse=lse, **others)
         padded, lse = forward(*pad_columns(q, k, v), *layout, **others)
         result = cut_columns(padded, v.shape[-1])
-        return result if out is None else out.copy_(result), lse
+        if out is None:
+            return result, lse
+        with writing(out):
+            return out.copy_(result), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             layout = softmax_scale, causal, lse_base2, heads_first, config
@@ -480,7 +487,8 @@ def forward(
             if options.varlen:
                 behind = torch.arange(lse.shape[-1], device=lse.device) >= options.cu_seqlens_q[-1]
                 lse.masked_fill_(behind, -math.inf)
-        return out.zero_(), lse
+        with writing(out):
+            return out.zero_(), lse
     if q.requires_grad or k.requires_grad or v.requires_grad:
         build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
     plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added)

@@ -1,4 +1,4 @@
-"""CTAs that share the keys of a tile of a forward: the number of splits, the tiles of the schedule shared, and the times that decide."""
+"""CTAs that share the keys of a tile of a forward: the number of splits, the tiles of the schedule stream-K, and the times that decide."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sharing(problem: AttnProblem, gpu_name: str) -> Sharing | None:
 
 @functools.lru_cache(maxsize=4096)
 def shared_tiles(tiles: int, steps: int, costs: Costs) -> tuple[int, int]:
-    """(whole, sharers) of the schedule shared: tiles that one CTA computes, the first ones, and the number of CTAs that share the others.
+    """(whole, sharers) of the schedule stream-K: tiles that one CTA computes, the first ones, and the number of CTAs that share the others.
 
     512 tiles on 132 SMs are three per SM and 116 more, for which 16 SMs would wait. The model, in steps as key_splits(): CTAs begin to
     share at the same time; a tile is cut into equal pieces, or all shared tiles together, where some CTAs have pieces of two.
@@ -46,15 +46,15 @@ def shared_tiles(tiles: int, steps: int, costs: Costs) -> tuple[int, int]:
     Args:
         steps: key blocks per tile.
     """
-    sms, shared = costs.sms, costs.shared
+    sms, stream_k = costs.sms, costs.stream_k
     left = tiles % sms
     numbers = (*range(2 * left, sms + 1, left), sms) if left else ()
-    choices = [n for n in numbers if left * steps >= n * shared.least_steps]
+    choices = [n for n in numbers if left * steps >= n * stream_k.least_steps]
     sharers = min(choices, key=lambda n: pieces_time(left, steps, n, costs), default=0)
     if not sharers or left * steps * (sms + 1) >= MAX_STEPS:
         return tiles, 0
     saved = steps + costs.forward.tile - pieces_time(left, steps, sharers, costs)
-    return (tiles - left, sharers) if saved >= shared.least_gain else (tiles, 0)
+    return (tiles - left, sharers) if saved >= stream_k.least_gain else (tiles, 0)
 
 
 def pieces_time(
@@ -70,19 +70,19 @@ def pieces_time(
     merged = pieces - 1 + uneven
     fixed = costs.forward.tile
     second = fixed if second is None else second
-    return -(-tiles * steps // sharers) * step + fixed + uneven * second + merged * costs.shared.partial
+    return -(-tiles * steps // sharers) * step + fixed + uneven * second + merged * costs.stream_k.partial
 
 
 @functools.lru_cache(maxsize=4096)
 def causal_shares(
     heads: int, seqlen_q: int, seqlen_k: int, block_M: int, block_N: int, costs: Costs
 ) -> tuple[int, int, int]:
-    """(cost of a head, sharers, cost of a tile beside its steps) of the schedule shared under a causal mask, whose CTAs share all tiles.
+    """(cost of a head, sharers, cost of a tile beside its steps) of the schedule stream-K under a causal mask, whose CTAs share all tiles.
 
     Args:
         heads: those of all batch entries.
     """
-    tile_cost, least = costs.shared.causal_tile, costs.shared.least_steps
+    tile_cost, least = costs.stream_k.causal_tile, costs.stream_k.least_steps
     cost = sum(tile_cost + steps for steps in causal_steps(seqlen_q, seqlen_k, block_M, block_N))
     total = heads * cost
     sharers = min(costs.sms, total // (tile_cost + least), (MAX_STEPS - 1) // total)
@@ -92,7 +92,7 @@ def causal_shares(
 def share_arguments(
     shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs, num_splits: int = 0
 ) -> tuple[int, tuple[int, ...]]:
-    """(ctas, last launch arguments) of the schedule shared.
+    """(ctas, last launch arguments) of the schedule stream-K.
 
     The arguments are the number of tiles that one CTA computes and the number of sharers; under a causal mask, where all tiles are
     shared, the cost of a head, the number of sharers and tile_cost. See kernels.shared_tiles.SharedPieces.
@@ -159,22 +159,24 @@ def sharing_bucket(
 
 
 def saves_time(shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs, splits: int) -> bool:
-    """True if the schedule shared takes less time than whole tiles, or than `splits` CTAs per tile.
+    """True if the schedule stream-K takes less time than whole tiles, or than `splits` CTAs per tile.
 
     Args:
         heads: those of all batch entries.
     """
     if shares.causal:
         return _saves_time_under_causal_mask(shares, heads, seqlen_q, seqlen_k, costs, splits)
-    sms, of_shared = costs.sms, costs.shared
+    sms, of_stream_k = costs.sms, costs.stream_k
     tiles, steps = heads * -(-seqlen_q // shares.block_M), -(-seqlen_k // shares.block_N)
     whole, sharers = shared_tiles(tiles, steps, costs)
-    if not sharers or whole > of_shared.most_waves * sms:
+    if not sharers or whole > of_stream_k.most_waves * sms:
         return False
-    shared = pieces_time(tiles - whole, steps, sharers, costs, of_shared.running_max, of_shared.second)
+    shared = pieces_time(tiles - whole, steps, sharers, costs, of_stream_k.running_max, of_stream_k.second)
     if splits > 1:
-        return shared + of_shared.least_gain < _splits_time_of(shares, heads, seqlen_q, steps, costs, splits)
-    return shared + of_shared.begin + whole // sms * of_shared.whole <= steps + costs.forward.tile
+        return shared + of_stream_k.least_gain < _splits_time_of(
+            shares, heads, seqlen_q, steps, costs, splits
+        )
+    return shared + of_stream_k.begin + whole // sms * of_stream_k.whole <= steps + costs.forward.tile
 
 
 def _splits_time_of(
@@ -182,7 +184,7 @@ def _splits_time_of(
 ) -> float:
     """splits_time() in steps of a shared tile with a held row max. Tiles of TILE queries may have fewer empty rows."""
     blocks, rows = -(-seqlen_q // TILE), -(-seqlen_q // shares.block_M) * shares.block_M
-    step = costs.shared.running_max * blocks * TILE / rows
+    step = costs.stream_k.running_max * blocks * TILE / rows
     return splits_time(heads * blocks, steps, splits, costs, step)
 
 
@@ -190,7 +192,7 @@ def _saves_time_under_causal_mask(
     shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs, splits: int
 ) -> bool:
     """saves_time() in steps of 128 keys. Whole tiles run the longest first; some SM has k + 1 of the k * sms + 1 longest."""
-    sms, running, fixed = costs.sms, costs.shared.running_max, costs.forward.tile
+    sms, running, fixed = costs.sms, costs.stream_k.running_max, costs.forward.tile
     blocks = shares.block_M, shares.block_N
     tiles, step = heads * -(-seqlen_q // shares.block_M), shares.block_N / TILE
     if tiles * (running - 1) > sms:  # the last wave is less than a running row max costs
@@ -199,7 +201,7 @@ def _saves_time_under_causal_mask(
     cost, sharers, _ = causal_shares(heads, seqlen_q, seqlen_k, *blocks, costs)
     share = heads * cost / sharers
     merged = -(-steps[0] // share)
-    shared = step * running * share + fixed + (1 + merged) * costs.shared.partial
+    shared = step * running * share + fixed + (1 + merged) * costs.stream_k.partial
     if splits > 1:
         return shared < _splits_time_of(shares, heads, seqlen_q, steps[0] * step, costs, splits)
     waves = (steps[i // heads] * (i // sms + 1) for i in range(0, tiles, sms))

@@ -1,4 +1,4 @@
-"""Tile counters of kernels with the dynamic schedule, whose CTAs draw the number of their next tile; flags of the schedule shared."""
+"""Tile counters of kernels with the dynamic schedule, whose CTAs draw the number of their next tile; flags of the schedule stream-K."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stream_tickets(device: int, dynamic: bool, numbers: int = TICKETS) -> torch.
 
     Args:
         dynamic: the kernel has the dynamic schedule; else it does not read its counter.
-        numbers: int32 in the counter; with the schedule shared one per SM more.
+        numbers: int32 in the counter; with the schedule stream-K one per SM more.
     """
     counters = _counters.get((device, numbers))
     if counters is None:

@@ -1,12 +1,19 @@
-"""Types of command-line arguments: each turns a word into a value, or says what was expected."""
+"""Types and actions of command-line arguments: each turns words into values, or says what was expected."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from argparse import ArgumentTypeError
-from collections.abc import Callable
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
 
 from tl_attention.problem.attn_problem import DTYPES
+
+# Other names of dtypes, those of torch. Plain fp32 is "highest", the default precision of products in torch
+OTHER_DTYPE_NAMES = {
+    "half": "float16",
+    **dict.fromkeys(("float", "float32", "fp32"), "float32-highest"),
+}
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -25,8 +32,47 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def dtype_name(text: str) -> str:
-    """Name of a dtype from its name or short name: float16 from fp16. Other words are left as they are."""
-    return next((dtype.name for dtype in DTYPES.values() if text == dtype.short), text)
+    """Name of a dtype from its name, a short or another name: float16 from fp16, half or torch.half. Other words are left as they are."""
+    word = text.removeprefix("torch.")
+    names = OTHER_DTYPE_NAMES | {dtype.short: dtype.name for dtype in DTYPES.values()}
+    name = names.get(word, word)
+    return name if name in DTYPES else text
+
+
+def kernel_words(words: Sequence[str]) -> set[str]:
+    """Words that a kernel must have, with dtypes by the short names that kernels have: bf16 for bfloat16."""
+    names = {word: dtype_name(word) for word in words}
+    return {DTYPES[name].short if name in DTYPES else word for word, name in names.items()}
+
+
+class PassWords(Action):
+    """Argument --pass: passes, up to the first word that is none; it and all after it are among the WORDs of the command.
+
+    Args:
+        passes: accepted words.
+        others: attribute of the WORDs; None: the command has none.
+    """
+
+    def __init__(
+        self, *args: object, passes: Sequence[str], others: str | None = None, **kwargs: object
+    ) -> None:
+        super().__init__(*args, nargs="+", **kwargs)
+        self.passes, self.others = passes, others
+
+    def __call__(
+        self,
+        parser: ArgumentParser,
+        namespace: Namespace,
+        values: Sequence[str],
+        option_string: str | None = None,
+    ) -> None:
+        found = list(itertools.takewhile(self.passes.__contains__, values))
+        rest = values[len(found) :]
+        if not found or (rest and self.others is None):
+            raise ArgumentError(self, f"expected some of {', '.join(self.passes)}, got {rest[0]!r}")
+        setattr(namespace, self.dest, found)
+        if rest:
+            setattr(namespace, self.others, [*(getattr(namespace, self.others, None) or ()), *rest])
 
 
 def seconds(text: str) -> float:

@@ -18,16 +18,16 @@ class DType:
 
     name: str  # as in torch and in TileLang; fp32: float32 and the precision
     short: str  # in a tuning key
-    bytes: int  # per element of a Q, K or V tile, all parts of it
-    # fp32: number of bf16 parts whose sum is an element, and which the tensor cores multiply; 0 for other dtypes
-    parts: int = 0
+    bytes: int  # per element of a Q, K or V tile, all terms of it
+    # fp32: number of bf16 terms whose sum is an element, and which the tensor cores multiply; 0 for other dtypes
+    terms: int = 0
 
 
 # Precision of products of fp32 tensors, as named by torch.set_float32_matmul_precision
 Precision = Literal["highest", "high", "medium"]
-# -> parts per element. With one part the bf16 kernels serve
+# -> terms per element. With one term the bf16 kernels serve
 PRECISIONS: dict[str, int] = {"highest": 3, "high": 2, "medium": 1}
-# Number of parts -> products (part of the left factor, part of the right one) that exceed the rounding error of the result, smallest
+# Number of terms -> products (term of the left factor, term of the right one) that exceed the rounding error of the result, smallest
 # first, so that they are added while the sum is small
 PRODUCTS: dict[int, tuple[tuple[int, int], ...]] = {
     1: ((0, 0),),
@@ -62,12 +62,12 @@ TILE_WIDTHS = (
     (256, 256),
 )
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
-# Widths of fp32. The backward of three parts has none above 128: 64 rows of three parts of two tensors of 256 columns fill shared memory
+# Widths of fp32. The backward of three terms has none above 128: 64 rows of three terms of two tensors of 256 columns fill shared memory
 FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
 FP32_BWD_WIDTHS: dict[int, tuple[tuple[int, int], ...]] = {
     3: FP32_TILE_WIDTHS[:2],
     2: FP32_TILE_WIDTHS,
-}  # by number of parts
+}  # by number of terms
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 # One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time
@@ -207,18 +207,18 @@ class AttnProblem:
 
     @property
     def is_fp32(self) -> bool:
-        """True for fp32, whose Q, K and V kernels get as bf16 parts, side by side in the columns of a tensor."""
+        """True for fp32, whose Q, K and V kernels get as bf16 terms, side by side in the columns of a tensor."""
         return self.dtype in FP32_DTYPES
 
     @property
-    def parts(self) -> int:
-        """Parts per element of Q, K, V and P."""
-        return max(DTYPES[self.dtype].parts, 1)
+    def terms(self) -> int:
+        """Terms per element of Q, K, V and P."""
+        return max(DTYPES[self.dtype].terms, 1)
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """The products of parts that make one product of tiles: (part of the left tile, part of the right one)."""
-        return PRODUCTS[self.parts]
+        """The products of terms that make one product of tiles: (term of the left tile, term of the right one)."""
+        return PRODUCTS[self.terms]
 
     @property
     def element_bytes(self) -> int:
@@ -255,7 +255,7 @@ class AttnProblem:
 
     @property
     def can_share(self) -> bool:
-        """True for a forward whose CTAs can share tiles by their keys without a kernel after it: the schedule shared."""
+        """True for a forward whose CTAs can share tiles by their keys without a kernel after it: the schedule stream-K."""
         return not self.options and self.program is None and not self.is_fp32
 
     @property
@@ -293,7 +293,7 @@ class AttnProblem:
     @property
     def sends_dS(self) -> bool:
         """True if it stores dS by TMA. Wider heads have no registers for the position: d128 spills 32 bytes (nvcc 13.0.88). Nor has a pass
-        with a block mask. In fp32 shared memory has parts of dS.
+        with a block mask. In fp32 shared memory has terms of dS.
         """
         is_whole = self.stores_dS and not self.is_fp32
         return is_whole and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
@@ -443,7 +443,7 @@ def tile_width(
 def tile_widths(direction: str, dtype: str = DEFAULT_DTYPE) -> tuple[tuple[int, int], ...]:
     """The (head_dim, head_dim_v) that a direction has kernels for."""
     if dtype in FP32_DTYPES:
-        return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS[FP32_DTYPES[dtype].parts]
+        return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS[FP32_DTYPES[dtype].terms]
     return {"fwd": TILE_WIDTHS, JVP: JVP_TILE_WIDTHS}.get(direction, BWD_TILE_WIDTHS)
 
 

@@ -85,7 +85,7 @@ class Options:
             1/256, at least 1/256 if > 0. lse is computed before dropout.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths in cu_seqlens, used by the schedule only.
         num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem.
-        parts: bf16 parts per element of fp32 tensors, see problem.PRECISIONS; 0 for tensors of another dtype.
+        parts: bf16 terms per element of fp32 tensors, see problem.PRECISIONS; 0 for tensors of another dtype.
         rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
         sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no value; it counts in lse.
@@ -181,9 +181,14 @@ class Options:
         return rounded_length(self.max_seqlen_q)
 
     @functools.cached_property
+    def max_seqlen_k_rounded(self) -> int:
+        """max_seqlen_k rounded up likewise. The limits of buckets, such as 192, are lengths of this form."""
+        return rounded_length(self.max_seqlen_k)
+
+    @property
     def longest_rounded(self) -> int:
         """The larger one of max_seqlen_q and max_seqlen_k, rounded up likewise."""
-        return rounded_length(max(self.max_seqlen_q, self.max_seqlen_k))
+        return max(self.max_seqlen_q_rounded, self.max_seqlen_k_rounded)
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
@@ -338,9 +343,9 @@ def parse_options(*arguments: object) -> Options | None:
 
 
 @functools.cache
-def options_of_parts(parts: int) -> Options | None:
-    """Options of a launch that has no other ones: bf16 parts per fp32 element; None for 0."""
-    return Options(parts=parts) if parts else None
+def options_of_terms(terms: int) -> Options | None:
+    """Options of a launch that has no other ones: bf16 terms per fp32 element; None for 0."""
+    return Options(parts=terms) if terms else None
 
 
 def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[bool, tuple[int, int]]:

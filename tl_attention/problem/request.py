@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from tl_attention.problem.attn_problem import Precision
 
-Functions = tuple[Callable[..., Any] | None, Callable[..., Any] | None, Any, torch.Tensor | None]
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Functions = tuple[ScoreMod | None, MaskMod | None, Any, torch.Tensor | None]
 
 
 class Request(NamedTuple):
     """Tensors and options of a call by the names of flash_attn_func, unchecked.
 
-    The functions of api/ make it, and pass it on whole: torch_ops/attend.py checks and runs it, api/flex.py one with functions of scores.
+    The functions of api/ make it, and pass it on whole: torch_ops/attend.py checks and runs it, api/flex_calls.py one with functions of
+    scores.
 
     Args:
         heads_first: q, k and v are [batch, heads, seqlen, head_dim]; else [batch, seqlen, heads, head_dim], with lengths [total, heads,
@@ -33,7 +36,7 @@ class Request(NamedTuple):
     causal: bool
     deterministic: bool
     precision: Precision | None
-    window_size: tuple[int | None, int | None]
+    window_size: Sequence[int | None]
     softcap: float
     dropout_p: float
     alibi_slopes: torch.Tensor | None
@@ -59,7 +62,7 @@ def new_request(
     causal: bool = False,
     deterministic: bool = False,
     precision: Precision | None = None,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from tl_attention.testing.shapes import Shape
 
 DOCUMENTS = 8  # per sequence
+ANSWERS = 8  # to a shared prompt
+NODES = 32  # of a random tree
 PREFIX, WINDOW, CAP = 1024, 1024, 20.0
 BLOCK = 128  # queries and keys of a block of random masks
 BUCKETS, FAR = 16, 128  # of T5: per direction; distance at which its logarithm reaches one more
@@ -87,6 +89,43 @@ def documents(shape: Shape, device: torch.device) -> Function:
     )
 
 
+def shared_prompt(shape: Shape, device: torch.device) -> Function:
+    """A prompt of a fifth of the tokens and answers of a tenth, 4096 and 8 x 2048 of 20480; beside the causal option, which shows more."""
+    n = shape.seqlen_q
+    prompt, answer = n // 5, n // 10
+    rest = n - prompt - (ANSWERS - 1) * answer
+    return _prefix_tree([-1] + [0] * ANSWERS, [prompt, *[answer] * (ANSWERS - 1), rest], device)
+
+
+def tree(shape: Shape, device: torch.device) -> Function:
+    """A random tree of nodes of random lengths; beside the causal option, which shows more."""
+    n, draw = shape.seqlen_q, random.Random(1)
+    ends = (*sorted(draw.sample(range(1, n), NODES - 1)), n)
+    parents, path = [-1], [0]
+    for node in range(1, NODES):
+        path = path[: draw.randint(1, len(path))]
+        parents.append(path[-1])
+        path.append(node)
+    return _prefix_tree(parents, [end - begin for begin, end in itertools.pairwise((0, *ends))], device)
+
+
+def _prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: torch.device) -> Function:
+    """Nodes packed depth first: a query sees its node and the nodes on the way to the root. parents: -1 for the root."""
+    n, before, below = sum(lengths), [0] * len(parents), [*lengths]
+    for node, parent in enumerate(parents[1:], 1):
+        before[node] = before[parent] + lengths[parent]
+    for node, parent in reversed([*enumerate(parents)][1:]):
+        below[parent] += below[node]
+    pairs = sum(x * (x + 1) // 2 + x * above for x, above in zip(lengths, before, strict=True))
+    subtree_ends = [sum(lengths[:node]) + tokens for node, tokens in enumerate(below)]
+    ends = torch.repeat_interleave(torch.tensor(subtree_ends), torch.tensor(lengths)).to(device, torch.int32)
+    return Function(
+        mask_mod=lambda _b, _h, q, k: (q >= k) & (q < ends[k]),
+        seen=(pairs / n**2, share_of_causal(n)),
+        option={"causal": True},
+    )
+
+
 def random_blocks(sparsity: float) -> Callable[[Shape, torch.device], Function]:
     """Full blocks at random, other ones per head."""
 
@@ -149,8 +188,11 @@ MASKS: dict[str, Callable[..., Any]] = {
     "causal": causal,
     "documents": documents,
     "prefix-lm": prefix_lm,
+    "shared-prompt": shared_prompt,
+    "tree": tree,
     "window": window,
 }
+LEAST = {"documents": DOCUMENTS, "tree": NODES}  # queries
 BLOCK_MASKS = {"half": random_blocks(0.5), "tenth": random_blocks(0.9)}
 SCORES: dict[str, Callable[..., Any]] = {
     "softcap": softcap,
@@ -181,9 +223,9 @@ def check(shape: Shape) -> None:
     if shape.seqlen_q != shape.seqlen_k:
         lengths = f"{shape.seqlen_q} and {shape.seqlen_k}"
         raise ValueError(f"{complaint} as many queries as keys for function={name}, got {lengths}")
-    if name == "documents" and shape.seqlen_q < DOCUMENTS:
+    if shape.seqlen_q < LEAST.get(name, 0):
         raise ValueError(
-            f"{complaint} at least {DOCUMENTS} queries for function=documents, got {shape.seqlen_q}"
+            f"{complaint} at least {LEAST[name]} queries for function={name}, got {shape.seqlen_q}"
         )
     if name not in MASKS and shape.seqlen_q % BLOCK:
         raise ValueError(

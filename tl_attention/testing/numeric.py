@@ -32,6 +32,7 @@ class FwdComparison:
     max_err_ratio: float
     lse_err_ratio: float
     text: str
+    mean_errors: dict[str, float]  # of out and, in forward mode, tout: see mean_error
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class BwdComparison:
     ok: bool
     ratios: dict[str, float]  # by gradient: dq, dk, dv and, with a sink, dsink
     text: str  # the worst gradient first
+    mean_errors: dict[str, float]  # by gradient: see mean_error
 
     @property
     def max_err_ratio(self) -> float:
@@ -81,7 +83,8 @@ def check_fwd(
     lse_ratio, lse_text = 0.0, "lse unchecked"
     if lse is not None:
         lse_ratio, lse_text = _compare("lse", lse, ref_lse, LSE_RTOL * max(1.0, _peak(ref_lse)))
-    return FwdComparison(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, f"{text}; {lse_text}")
+    errors = {"out": mean_error(out, ref)}
+    return FwdComparison(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, f"{text}; {lse_text}", errors)
 
 
 @torch.no_grad()
@@ -129,7 +132,8 @@ def check_bwd(
         compared["dq"] = max(compared["dq"], zeros, key=lambda ratio_and_text: ratio_and_text[0])
     worst_first = sorted(compared.values(), reverse=True)
     ratios = {name: ratio for name, (ratio, _) in compared.items()}
-    return BwdComparison(worst_first[0][0] <= 1, ratios, "; ".join(text for _, text in worst_first))
+    errors = {name: mean_error(grad, exact) for name, grad, exact in zip(compared, grads, ref, strict=True)}
+    return BwdComparison(worst_first[0][0] <= 1, ratios, "; ".join(text for _, text in worst_first), errors)
 
 
 @torch.no_grad()
@@ -173,7 +177,16 @@ def check_jvp(
     ]
     ratio, lse_ratio = (max(pairs)[0] for pairs in (compared, of_lse))
     text = "; ".join(text for _, text in sorted([*compared, *of_lse], reverse=True))
-    return FwdComparison(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, text)
+    errors = {"out": mean_error(out, ref), "tout": mean_error(tout, ref_tout)}
+    return FwdComparison(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, text, errors)
+
+
+def mean_error(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """Mean of |x - ref| over the mean of |ref|; 0 where both are 0, inf where the shapes differ."""
+    if x.shape != ref.shape:
+        return math.inf
+    error, size = ((y.abs().mean(dtype=ref.dtype).item() if y.numel() else 0.0) for y in (x - ref, ref))
+    return error / size if size else (math.inf if error else 0.0)
 
 
 def _rows_without_keys(

@@ -17,7 +17,7 @@ import torch
 from tl_attention.compilation import packing
 from tl_attention.config import catalog, configs, legality
 from tl_attention.config.kernel_configs import KernelConfig
-from tl_attention.problem.arguments import at_least, dtype_name, seconds
+from tl_attention.problem.arguments import PassWords, at_least, dtype_name, kernel_words, seconds
 from tl_attention.problem.attn_problem import (
     DECODE,
     DEFAULT_DTYPE,
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 2
-    arguments = parser.parse_args(argv)
+    arguments = _parse(parser, argv)
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
@@ -69,6 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(named, file=sys.stderr)
             fault.code = 2
         raise
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with the words of a command before, between and after its options, which argparse does not take everywhere."""
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.words = [*arguments.words, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,8 +122,8 @@ COMPILE = {
 }
 CONFIG = {
     "help": "which config serves a problem, where it comes from and why",
-    "description": "Print the config that serves a problem, the tuned row or grid line it comes from, and the rows and lines tried"
-    " before. Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
+    "description": "Print the config that serves a problem and the tuned row or grid line it comes from. Words are in any order."
+    " Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
 }
 EXPLAIN = {
     "help": "FLOPs, bytes, what bounds a call, its measured time and its config; needs no GPU",
@@ -152,21 +162,26 @@ def _shape_arguments() -> argparse.ArgumentParser:
 
 
 def _add_pass(
-    command: argparse.ArgumentParser, choices: Sequence[str], default: Sequence[str], words: str
+    command: argparse.ArgumentParser,
+    passes: Sequence[str],
+    default: Sequence[str],
+    help: str,
+    others: str | None = "words",
 ) -> None:
     command.add_argument(
         "--pass",
-        nargs="+",
-        choices=choices,
+        action=PassWords,
+        passes=passes,
+        others=others,
         default=default,
         dest="directions",
         metavar="PASS",
-        help=f"of {', '.join(choices)}, after all other words; {words}",
+        help=f"of {', '.join(passes)}; {help}",
     )
 
 
 def _add_tune(command: argparse.ArgumentParser) -> None:
-    _add_pass(command, DIRECTIONS, DIRECTIONS, "bwd_det: the deterministic backward; default: all")
+    _add_pass(command, DIRECTIONS, DIRECTIONS, "bwd_det: the deterministic backward; default: all", None)
     command.add_argument(
         "--only", nargs="+", metavar="WORD", default=(), help="rows with all these words: d128 causal 4k"
     )
@@ -205,6 +220,8 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "words",
         nargs="*",
+        action="extend",
+        default=[],
         metavar="WORD",
         help="only kernels whose problem and config have all of these: bf16 d128 dq",
     )
@@ -220,14 +237,19 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
-    command.add_argument("words", nargs="+", metavar="WORD", help=question.accepted_words())
-    _add_pass(command, (*DIRECTIONS, DECODE), ("fwd",), "default: fwd")
+    command.add_argument(
+        "words", nargs="*", action="extend", default=[], metavar="WORD", help=question.accepted_words()
+    )
+    _add_pass(command, question.PASSES, (), "the same as these words without --pass; default: fwd")
     command.add_argument(
         "--gpu",
         metavar="NAME",
         help=question.GPU_HELP,
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--tried", action="store_true", help="also the rows and lines tried before, and why they do not serve"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, with those tried before")
     command.set_defaults(run=show_config)
 
 
@@ -403,19 +425,20 @@ def _serving(
 def show_config(arguments: argparse.Namespace) -> int:
     try:
         asked, gpu = question.parse(arguments.words), question.gpu_of(arguments.gpu)
-        answers = [
-            found for direction in arguments.directions for found in question.answer(asked, direction, gpu)
-        ]
+        directions = dict.fromkeys((*arguments.directions, *asked.directions)) or ("fwd",)
+        answers = [found for direction in directions for found in question.answer(asked, direction, gpu)]
     except ValueError as error:
         raise SystemExit(f"tl-attention config: {error}") from None
     if arguments.json:
         print(text.as_json(answers))
         return 0
     for found in answers:
-        first, *others = found.lines()
+        first, *others = found.lines(arguments.tried)
         print(text.filled(first, rest="    "))
         for line in others:
             print(text.filled(line.strip(), first="  ", rest="      "))
+    for line in question.legend(answers):
+        print(text.filled(line, rest="    "))
     return 0
 
 
@@ -456,7 +479,7 @@ def update_manifest(arguments: argparse.Namespace) -> int:
 
 
 def _has_words(text: str, words: Sequence[str]) -> bool:
-    return set(words) <= set(text.split())
+    return kernel_words(words) <= set(text.split())
 
 
 def _has_rich(command: str) -> bool:
@@ -473,19 +496,25 @@ def support(arguments: argparse.Namespace) -> int:
         print(text.as_json(rows))
         return 0
     names = list(next(iter(rows.values())))
-    if arguments.markdown:
-        print(f"| option | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|", sep="\n")
-        for option, cells in rows.items():
-            print(f"| {option} | {' | '.join(cells.values())} |")
-        return 0
     alike: dict[tuple[str, ...], list[str]] = {}
     for option, cells in rows.items():
         alike.setdefault(tuple(cells.values()), []).append(option)
+    if arguments.markdown:
+        print(f"| options | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|", sep="\n")
+        for cells, options in alike.items():
+            print(f"| {', '.join(options)} | {' | '.join(cells)} |")
+        return 0
+    widest = max(qk for qk, _ in tile_widths("fwd", DEFAULT_DTYPE))
+    words = "Dtypes and widths with kernels, by options and pass. A head dim takes the next width, zeros in its other columns;"
+    print(text.filled(f"{words} every width: up to {widest}."))
     width = max(map(len, names)) + 4
     for cells, options in alike.items():
-        print(text.filled(", ".join(options)))
+        print("", text.filled(", ".join(options)), sep="\n")
         for name, cell in zip(names, cells, strict=True):
-            print(text.filled(cell, f"  {name}".ljust(width), " " * width))
+            first, *others = cell.split("; ")
+            print(text.filled(first, f"  {name}".ljust(width), " " * width))
+            for other in others:
+                print(text.filled(other, " " * width, " " * width))
     return 0
 
 
@@ -494,7 +523,7 @@ def support_rows() -> dict[str, dict[str, str]]:
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
     rows = {}
     for options in (*((option,) for option in OPTIONS), OPTIONS):
-        option = "all at once" if options == OPTIONS else options[0]
+        option = "all of these at once" if options == OPTIONS else options[0]
         rows[option] = {name: _support(options, direction) for direction, name in names.items()}
     all_but_dropout = tuple(option for option in OPTIONS if option != "dropout")
     rows["all but dropout, keys in pages"] = dict.fromkeys(names.values(), "none") | {

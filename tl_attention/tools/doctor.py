@@ -16,6 +16,7 @@ from tl_attention.problem.target import gpu_name, is_hopper
 from tl_attention.tools.text import as_json, filled
 
 PARTLY = "partly"  # there, and not all of it
+BENCHMARKS = "only for benchmarks"  # the use of a package
 
 
 def report(strict: bool, in_json: bool = False) -> int:
@@ -66,7 +67,9 @@ def _check_gpu() -> tuple[bool, str]:
     return not advice, f"{torch.cuda.get_device_name()}, {sm}{advice}"
 
 
-def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
+def _check_package(module: str, use: str, advice: str) -> Callable[[], tuple[bool, str]]:
+    """The check of an optional package. use: what it is for; advice: how to install it."""
+
     def check() -> tuple[bool, str]:
         from tl_attention.testing.environment import version
 
@@ -74,7 +77,8 @@ def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
             found = importlib.util.find_spec(module)
         except ModuleNotFoundError:
             found = None
-        return (True, version(module) or "found") if found else (False, f"not installed: {advice}")
+        state = (version(module) or "found") if found else "not installed"
+        return bool(found), f"{state}; {use}" if found else f"{state}; {use}: {advice}"
 
     return check
 
@@ -122,7 +126,7 @@ def _check_pack() -> tuple[bool | str, str]:
         others = f"the other {kernels - covered} are compiled on a first call, by TileLang and nvcc"
         return (
             PARTLY,
-            f"{text}: {others}; pip install 'tl-attention[kernels]', or build it with `tl-attention pack`",
+            f"{text}: {others}; {pack.REMEDY}",
         )
     return True, text
 
@@ -155,7 +159,10 @@ def _check_cuobjdump() -> tuple[bool, str]:
     from tl_attention.compilation import toolkit
 
     found = toolkit.find_cuobjdump()
-    return bool(found), str(found or "not found, so instructions are counted in PTX: pip install triton")
+    return bool(found), str(
+        found
+        or "not found; only for counts of instructions in reports, which are those of PTX without it: pip install triton"
+    )
 
 
 def _check_cache() -> tuple[bool, str]:
@@ -193,15 +200,21 @@ CHECKS = (  # (needed, or a function that says so; name; check)
     (False, "cuobjdump", _check_cuobjdump),
     (True, "cache", _check_cache),
     (False, "tuned table", _check_table),
-    (False, "rich", _check_package("rich", "pip install 'tl-attention[jit]'")),
-    (False, "matplotlib", _check_package("matplotlib", "pip install matplotlib")),
-    (False, "triton", _check_package("triton", "pip install triton")),
-    (False, "fa2", _check_package("flash_attn", "pip install flash-attn --no-build-isolation")),
-    (
-        False,
-        "fa3",
-        _check_package("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
+    *(
+        (False, name, _check_package(module, use, advice))
+        for name, module, use, advice in (
+            ("rich", "rich", "for progress bars and tables", "pip install 'tl-attention[jit]'"),
+            ("matplotlib", "matplotlib", "for pictures of masks", "pip install matplotlib"),
+            ("triton", "triton", BENCHMARKS, "pip install triton"),
+            ("fa2", "flash_attn", BENCHMARKS, "pip install flash-attn --no-build-isolation"),
+            (
+                "fa3",
+                "flash_attn_interface",
+                BENCHMARKS,
+                "build hopper/ of github.com/Dao-AILab/flash-attention",
+            ),
+            ("fa4", "flash_attn.cute", BENCHMARKS, "pip install --pre flash-attn-4"),
+            ("flashinfer", "flashinfer", BENCHMARKS, "pip install flashinfer-python"),
+        )
     ),
-    (False, "fa4", _check_package("flash_attn.cute", "pip install --pre flash-attn-4")),
-    (False, "flashinfer", _check_package("flashinfer", "pip install flashinfer-python")),
 )

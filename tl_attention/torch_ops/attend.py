@@ -255,10 +255,10 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
 
 
 def _state_of_dropout(request: Request) -> torch.Tensor:
-    """State of dropout in a launch: by default drawn."""
+    """State of dropout in a launch, contiguous; by default drawn."""
     if request.rng_state is None:
         return dropout_state_op(request.q) if is_traced() else draw(request.q)
-    return request.rng_state
+    return request.rng_state.contiguous()
 
 
 def _on_shards(request: Request) -> Outputs:

@@ -32,10 +32,11 @@ from tl_attention.problem.options import (
     TENSORS,
     Call,
     Options,
-    options_of_parts,
+    options_of_terms,
     parse_arguments,
     rows_in_use,
     saveable,
+    writing,
 )
 from tl_attention.reference import (
     attention_backward_reference,
@@ -199,7 +200,8 @@ def launch_forward(
     out, lse = launch.forward(q, k, v, *layout, **others)
     if options is not None and options.seqused_q is not None:
         unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
-        out.masked_fill_(unused[:, None, None], 0)
+        with writing(out):
+            out.masked_fill_(unused[:, None, None], 0)
         lse.masked_fill_(unused, -math.inf)
     return out, lse
 
@@ -389,7 +391,7 @@ def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
 
 
 def in_bf16(run: Callable[..., tuple[Any, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Results of run() on fp32 tensors rounded to bf16, as fp32: a call whose products have one bf16 part."""
+    """Results of run() on fp32 tensors rounded to bf16, as fp32: a call whose products have one bf16 term."""
     return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
 
 
@@ -472,8 +474,8 @@ def attention_backward(
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True, dtypes=FWD_DTYPES)
         check_bwd(dout, q, v, out, lse, deterministic)
-        parts = check_precision(q, precision)
-        if runs_in_bf16(q, parts):
+        terms = check_precision(q, precision)
+        if runs_in_bf16(q, terms):
             given = lse, softmax_scale, causal, deterministic
             return in_bf16(lambda *half: attention_backward(*half, *given), dout, q, k, v, out)
         check_device_or_warn(q, traced)
@@ -482,7 +484,7 @@ def attention_backward(
     if plan is not None:
         return tuple(plan(*tensors, scale, True).values())
     call = Call(scale, causal, True, True, deterministic)
-    options = options_of_parts(parts)
+    options = options_of_terms(terms)
     if traced or not q.is_cuda:
         return tuple(run_backward_op(tensors, None, call, options).values())
     return tuple(_launch_backward(*tensors, None, call, options).values())

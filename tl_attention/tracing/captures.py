@@ -1,7 +1,8 @@
 """Captures: the variables that a Python function reads besides its arguments; they are the cache key of its trace.
 
-Two functions with the same code that read equal numbers, and tensors of equal dtype and rank, share a trace. A function that reads
-anything else, such as an object with attributes, has no key and is traced at each call, as changes of the object cannot be noticed.
+Two functions with the same code that read equal numbers, and tensors of equal dtype and rank, share a trace; those that read sizes
+of tensors, only with equal sizes. A function that reads anything else, such as an object with attributes, has no key and is traced at
+each call, as changes of the object cannot be noticed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class Captures:
             return None
         captures.key = tuple(captures.parts)
         return captures
+
+    @property
+    def sizes(self) -> tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]:
+        """Shape and strides of each tensor, which a function may read; None of a sparse or nested one."""
+        dense = [x.layout == torch.strided and not x.is_nested for x in self.tensors]
+        return tuple((x.shape, x.stride()) if y else None for x, y in zip(self.tensors, dense, strict=True))
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """Index of a tensor among those that the functions see."""

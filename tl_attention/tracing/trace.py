@@ -40,6 +40,7 @@ from tl_attention.tracing.program_values import differentiable
 from tl_attention.tracing.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
+_INDEXING = torch.Tensor.__getitem__, aten.index.Tensor  # all that reads a tensor without reading its sizes
 AUTOGRAD_KEYS = "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -79,11 +80,12 @@ class _Recorder(TorchFunctionMode):
 
     Attributes:
         sets_grad_mode: the function turned gradients on or off, which the recorded operations do not show.
+        reads_sizes: the function may have read sizes or strides of a captured tensor, which are constants in what is recorded.
     """
 
     def __init__(self):
         super().__init__()
-        self.sets_grad_mode = False
+        self.sets_grad_mode = self.reads_sizes = False
         self._inference = torch.is_inference_mode_enabled()
 
     def __torch_function__(
@@ -115,6 +117,9 @@ class _Recorder(TorchFunctionMode):
                 for x in args
             )
         self.sets_grad_mode |= torch.is_inference_mode_enabled() != self._inference
+        if func not in _INDEXING:
+            given = *args, *(kwargs or {}).values()
+            self.reads_sizes |= any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in given)
         frame = sys._getframe(1)
         while frame is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -178,7 +183,8 @@ def trace(
     """Program of these functions, and the tensors and numbers that they capture.
 
     Repeated calls with the same functions are looked up if the functions capture only tensors, numbers and functions of these: see
-    captures.Captures. Else each call traces them, which takes some milliseconds. One thread traces at a time.
+    captures.Captures. Functions that read sizes of tensors are looked up by these, too. Else each call traces them, which takes some
+    milliseconds. One thread traces at a time.
 
     Args:
         differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
@@ -190,13 +196,17 @@ def trace(
     with _lock:
         captures = Captures.of(score_mod, mask_mod, attn_bias)
         broadcast = None if attn_bias is None else tuple(size == 1 for size in attn_bias.shape[:2])
-        key = None if captures is None else (captures.key, differentiate, broadcast, listed)
-        if key is not None and key in _traced:
-            program, slots, numbers = _traced[key]
-            return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
+        key = sized = None
+        if captures is not None:
+            key = captures.key, differentiate, broadcast, listed
+            sized = *key, captures.sizes
+            known = _traced.get(key) or _traced.get(sized)
+            if known is not None:
+                program, slots, numbers = known
+                return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
         if attn_bias is not None and attn_bias.numel():
             score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
-        call = _trace(score_mod, mask_mod, differentiate)
+        call, reads_sizes = _trace(score_mod, mask_mod, differentiate)
         if captures is not None:
             slots = [captures.position(tensor) for tensor in call.tensors]
             if None not in slots:
@@ -205,19 +215,21 @@ def trace(
                     _programs.clear()
                 # One object for equal programs: they are compared in the keys of plans
                 call = Call(_programs.setdefault(call.program, call.program), call.tensors, call.numbers)
-                _traced[key] = call.program, tuple(slots), call.numbers
+                _traced[sized if reads_sizes else key] = call.program, tuple(slots), call.numbers
         return call
 
 
 MAX_TRACED = 1024
 _lock = threading.RLock()  # make_fx replaces functions of torch while it traces
+# By what the functions capture, and the sizes of tensors where a function reads these
 _traced: dict[tuple[Any, ...], tuple[Program, tuple[int, ...], tuple[Any, ...]]] = {}
 _programs: dict[Program, Program] = {}
 
 
 def _trace(
     score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, differentiate: bool
-) -> Call:
+) -> tuple[Call, bool]:
+    """(call, True if a function reads sizes of captured tensors)."""
     builder = Builder()
     score = mask = slope = None
     gradients: tuple[TensorGradient, ...] = ()
@@ -248,7 +260,7 @@ def _trace(
     program = Program(
         builder.finished(), score, mask, slope, captured, tuple(builder.number_dtypes), gradients
     )
-    return Call(program.pruned(), tuple(builder.tensors), tuple(builder.numbers))
+    return Call(program.pruned(), tuple(builder.tensors), tuple(builder.numbers)), builder.reads_sizes
 
 
 def _fake_leaves(values: Sequence[Value]) -> list[torch.Tensor]:
@@ -261,11 +273,11 @@ def _record(builder: Builder, function: _Function, arguments: list[int], differe
     def run(*inputs: torch.Tensor) -> Any:
         with torch.no_grad(), _recording() as recorder:
             result = function.call(*inputs)
-        modes.append(recorder.sets_grad_mode)
+        recorders.append(recorder)
         return result
 
     found: list[Any] = []
-    modes: list[bool] = []
+    recorders: list[_Recorder] = []
 
     def checked(*inputs: torch.Tensor) -> Any:
         result = run(*inputs)
@@ -278,11 +290,12 @@ def _record(builder: Builder, function: _Function, arguments: list[int], differe
         )
     except Exception as error:
         raise _refusal(function, error) from error
-    if differentiate and any(modes):
+    if differentiate and any(recorder.sets_grad_mode for recorder in recorders):
         raise NotImplementedError(
             f"{function.name}{function.place}: expected no torch.no_grad, torch.enable_grad or torch.inference_mode inside, whose effect on"
             " gradients is not traced, got one; call .detach() on what needs no gradient"
         )
+    builder.reads_sizes |= any(recorder.reads_sizes for recorder in recorders)
     (result,) = found
     if isinstance(result, bool | int | float):
         return builder.number(result, {bool: BOOL, int: INT, float: FLOAT}[type(result)])

@@ -160,6 +160,9 @@ class Builder:
     """Values of a program under construction; equal values are merged.
 
     A load whose gradient is not wanted has ~slot in the place of slot, so that no other load is merged with it.
+
+    Attributes:
+        reads_sizes: numbers may be sizes or strides of captured tensors.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -170,6 +173,7 @@ class Builder:
     ties: dict[int, bool] = field(
         default_factory=dict
     )  # maximum or minimum -> its first operand has the derivative of a tie
+    reads_sizes: bool = False
 
     def dtype(self, value: int) -> str:
         return self.values[value].dtype

@@ -5,18 +5,29 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 
 from tl_attention.config import configs, gpus, legality
-from tl_attention.config.buckets import Facts, bucket_of, bwd_bucket, option_buckets, window_bucket
+from tl_attention.config.buckets import (
+    Facts,
+    bucket_of,
+    buckets,
+    bwd_bucket,
+    calls_of,
+    option_buckets,
+    window_bucket,
+)
 from tl_attention.config.costs import Costs, costs_of
 from tl_attention.config.gpus import Gpu
 from tl_attention.config.kernel_configs import Config, DecodeConfig, page_rows
+from tl_attention.problem.arguments import dtype_name
 from tl_attention.problem.attn_problem import (
+    BUCKETS,
     DECODE,
     DECODE_OPTIONS,
     DECODE_TILE_WIDTHS,
@@ -38,6 +49,7 @@ from tl_attention.testing.shapes import Shape, sequences
 
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
+PASSES = (*DIRECTIONS, DECODE)
 GPU_HELP = f"a Hopper GPU, such as H100 or its name in torch; default: this GPU, else {DEFAULT_GPU}"
 NAMED_BUCKETS = tuple(
     dict.fromkeys(bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS))
@@ -54,10 +66,32 @@ class Question:
     options: list[str] = field(default_factory=list)
     bucket: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
+    directions: list[str] = field(default_factory=list)  # passes named among the words
+    window: tuple[int, ...] = ()  # of window=127 or window=127,0
+
+    @property
+    def window_keys(self) -> int | None:
+        """Keys in the window; None if the words do not say it."""
+        if not self.window:
+            return None
+        left, right = self.window[0], 0 if self.causal else self.window[-1]
+        return FAR if min(left, right) < 0 else left + right + 1
+
+    @property
+    def words(self) -> str:
+        """The problem as it was asked: bf16 d100 causal window."""
+        options = (option for option in OPTIONS if option in self.options)
+        mask = MASKS[self.causal]
+        return " ".join((DTYPES[self.dtype].short, width_words(*self.head_dims), mask, *options))
+
+
+def width_words(head_dim: int, head_dim_v: int) -> str:
+    """d128, d192-128"""
+    return f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}-{head_dim_v}"
 
 
 def parse(words: Sequence[str]) -> Question:
-    """Read words such as bf16 d128 causal window=127 sink seqlen_k=4096; the value of an option does not matter.
+    """Read words such as bf16 d128 causal window=127 sink seqlen_k=4096, in any order; of values of options that of a window alone matters.
 
     Raises:
         ValueError: an unknown word, or no head dims.
@@ -69,12 +103,13 @@ def parse(words: Sequence[str]) -> Question:
         if given.setdefault(kind, word) != word:
             raise ValueError(f"{kind}: expected one word, got {given[kind]} and {word}")
 
-    names = {name: dtype.name for dtype in DTYPES.values() for name in (dtype.short, dtype.name)}
-    for word in words:
+    for word in " ".join(words).split():
         name, _, value = word.partition("=")
-        if word in names:
+        if (dtype := dtype_name(word)) in DTYPES:
             once("dtype", word)
-            question.dtype = names[word]
+            question.dtype = dtype
+        elif word in PASSES:
+            question.directions.append(word)
         elif match := re.fullmatch(r"d(\d+)(?:-(\d+))?", word):
             once("head dims", word)
             question.head_dims = int(match[1]), int(match[2] or match[1])
@@ -86,16 +121,21 @@ def parse(words: Sequence[str]) -> Question:
         elif word in NAMED_BUCKETS:
             once("bucket", word)
             question.bucket = word
-        elif name in OPTIONS and (word == name or _is_number(value)):
+        elif name in OPTIONS:
             question.options.append(name)
-        elif name in SIZES and value.isdecimal() and int(value) > 0:
+            if name == "window" and word != name:
+                question.window = _window(word)
+            elif word != name and not _is_number(value):
+                raise ValueError(f"{name}: expected {name} or {name}=NUMBER, got {word}")
+        elif name in SIZES:
             once(name, word)
+            if not value.isdecimal() or int(value) == 0:
+                raise ValueError(f"{name}: expected {name}=N, a whole number above 0, got {word}")
             question.sizes[name] = int(value)
         else:
-            known = [*names, *MASKS, *NAMED_BUCKETS, *OPTIONS, *(f"{size}=N" for size in SIZES), "d192-128"]
-            like = difflib.get_close_matches(word, known, 1, 0.65)
-            hint = f"; did you mean {like[0]}?" if like else ""
-            raise ValueError(f"expected {accepted_words()}; got {word!r}{hint}")
+            if like := _close_word(word):
+                raise ValueError(f"WORD: expected one of --help, got {word!r}; did you mean {like}?")
+            raise ValueError(f"WORD: expected {accepted_words()}; got {word!r}")
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
     if question.bucket and "seqlen_k" in question.sizes:
@@ -112,11 +152,37 @@ def _is_number(text: str) -> bool:
         return False
 
 
+def _window(word: str) -> tuple[int, ...]:
+    try:
+        bounds = tuple(map(int, word.partition("=")[2].split(",")))
+    except ValueError:
+        bounds = ()
+    if len(bounds) not in (1, 2):
+        raise ValueError(f"window: expected whole numbers, window=LEFT or window=LEFT,RIGHT, got {word}")
+    return bounds
+
+
+def _close_word(word: str) -> str | None:
+    """The accepted word that an unknown one most likely means; None if none is close."""
+    name, _, value = word.partition("=")
+    if match := re.fullmatch(r"(?:head_?|h)?(?:d|dim)?=?(\d+)", word):
+        widest = max(qk for qk, _ in DECODE_TILE_WIDTHS)
+        return f"d{match[1]}" if int(match[1]) <= widest else f"seqlen_k={match[1]}"
+    if re.fullmatch(r"(seq_?)?(len|length)?", name) and value.isdecimal():
+        return f"seqlen_k={value}"
+    if value.isdecimal() and (sizes := difflib.get_close_matches(name, SIZES, 1, 0.65)):
+        return f"{sizes[0]}={value}"
+    dtypes = (name for dtype in DTYPES.values() for name in (dtype.short, dtype.name))
+    known = [*dtypes, *MASKS, *PASSES, *NAMED_BUCKETS, *OPTIONS, *(f"{size}=N" for size in SIZES), "d192-128"]
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.65)), None)
+
+
 def accepted_words() -> str:
     return (
         f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
         f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), "
-        f"a bucket ({', '.join(NAMED_BUCKETS)}) or sizes ({', '.join(f'{name}=N' for name in SIZES)})"
+        f"a bucket ({', '.join(NAMED_BUCKETS)}), sizes ({', '.join(f'{name}=N' for name in SIZES)}) "
+        f"or passes ({', '.join(PASSES)})"
     )
 
 
@@ -169,6 +235,8 @@ class Answer:
     """A config, the buckets of a problem that it serves, and why.
 
     Args:
+        problem: the problem that kernels are compiled for.
+        asked: the problem in the words of the question; why: where it differs from `problem`, the reasons.
         source: the tuned row or line of the grid that it comes from.
         misses: rows and lines tried before, and why each does not serve.
         fault: why it cannot run; empty if it can.
@@ -181,20 +249,56 @@ class Answer:
     name: str
     config: Config | DecodeConfig
     source: str
-    misses: tuple[str, ...] = ()
-    fault: str = ""
+    misses: tuple[str, ...]
+    fault: str
+    asked: str
+    why: str
 
-    def lines(self) -> Iterator[str]:
-        """The answer in words; the first line has the config, the others its fields and the reasons."""
+    def lines(self, tried: bool = False) -> Iterator[str]:
+        """The answer in words; the first line has the config, the others its fields and the reasons. tried: the misses, too."""
         place = f" on {self.gpu}" if self.gpu else ""
-        yield f"{' '.join((self.direction, self.problem, ', '.join(self.buckets))).rstrip()}{place}: {self.name}"
+        yield f"{' '.join((self.direction, self.asked, ', '.join(self.buckets))).rstrip()}{place}: {self.name}"
+        if self.why:
+            yield f"  runs as {self.problem}: {self.why}"
         for one in getattr(self.config, "passes", (self.config,)):
             yield "  " + ", ".join(f"{x.name}={getattr(one, x.name)}" for x in fields(one))
-        yield f"  from {self.source}"
-        for miss in self.misses:
-            yield f"  tried before: {miss}"
+        yield f"  from {short_paths(self.source)}"
+        for miss in self.misses if tried else ():
+            yield f"  tried before: {short_paths(miss)}"
         if self.fault:
             yield f"  cannot run: {self.fault}"
+
+
+def short_paths(text: str) -> str:
+    """The text with paths of data files as configs/grid.toml."""
+    return text.replace(f"{configs.data_dir()}{os.sep}", "configs/")
+
+
+def legend(answers: Iterable[Answer]) -> Iterator[str]:
+    """A line per bucket of the answers, which says what calls it has."""
+    found = {}
+    for one in answers:
+        found |= {bucket: calls_of(one.direction, bucket) for bucket in one.buckets}
+    if found:
+        yield "Buckets, the first that fits:" if len(found) > 1 else "Bucket:"
+    order = [bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS)]
+    for bucket in sorted(found, key=lambda name: (name in BUCKETS, order.index(name))):
+        yield f"  {bucket}: {found[bucket]}"
+
+
+def _reasons(question: Question, problem: AttnProblem) -> str:
+    """Why the kernels of a question are those of another problem; empty if they are not."""
+    reasons = []
+    if (problem.head_dim, problem.head_dim_v) != question.head_dims:
+        asked = width_words(*question.head_dims)
+        reasons.append(f"{asked} takes tiles of {problem.width}, whose other columns are zeros")
+    if problem.has("window") and "window" not in question.options:
+        reasons.append("each decode kernel has a window, whose bounds are arguments of the launch")
+    elif problem.has("window") and question.causal:
+        reasons.append("causal is the right bound of the window, an argument of the launch")
+    if "sink" in question.options and not problem.has("sink"):
+        reasons.append("a sink changes no backward kernel")
+    return "; ".join(reasons)
 
 
 def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
@@ -207,14 +311,15 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
         yield from _answer_decode(question)
         return
     problem = _problem(question, direction)
-    answers: dict[tuple[configs.Choice, str], list[str]] = {}
+    answers: dict[tuple[Config, str], dict[str, tuple[str, ...]]] = {}  # -> misses by bucket
     for bucket in _buckets(question, problem, direction, gpu):
         choice = configs.choose_config(problem, bucket, gpu.name, direction)
-        reason = legality.fault(problem, choice.config, direction) or ""
-        answers.setdefault((choice, reason), []).append(bucket)
-    for (choice, reason), served in answers.items():
-        found = str(choice.config), choice.config, choice.source, choice.misses, reason
-        yield Answer(direction, str(problem), tuple(served), gpu.name, *found)
+        answers.setdefault((choice.config, choice.source), {})[bucket] = choice.misses
+    why = _reasons(question, problem)
+    for (config, source), served in answers.items():
+        misses = tuple(dict.fromkeys(itertools.chain(*served.values())))
+        found = str(config), config, source, misses, legality.fault(problem, config, direction) or ""
+        yield Answer(direction, str(problem), tuple(served), gpu.name, *found, question.words, why)
 
 
 def _problem(question: Question, direction: str) -> AttnProblem:
@@ -234,8 +339,7 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
         )
     widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction, dtype)
     if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
-        known = ", ".join(f"d{qk}" if qk == v else f"d{qk}-{v}" for qk, v in widths)
-        got = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}-{head_dim_v}"
+        known, got = ", ".join(width_words(*width) for width in widths), width_words(head_dim, head_dim_v)
         raise ValueError(f"head dims: expected at most one of {known} for {direction}, got {got}")
 
 
@@ -249,7 +353,8 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
             )
         return [question.bucket]
     if "seqlen_k" not in sizes:
-        return [bucket for bucket in known if bucket != FEW_BUCKET or problem.can_share]
+        found = [bucket for bucket in buckets(direction) if bucket != FEW_BUCKET or problem.can_share]
+        return _with_window(question, problem, found) if direction == "fwd" else found
     seqlen_k = sizes["seqlen_k"]
     if direction != "fwd":
         seqlen_q = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
@@ -267,9 +372,13 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         heads, costs = sizes["batch"] * sizes["heads"], costs_of(gpu.name, gpu.sms)
         ways = [splits.sharing_bucket(heads, seqlen_q, seqlen_k, costs, shares)]
     found = [bucket_of("fwd", Facts(seqlen_q, seqlen_k, seqlen_k, sharing=way)) for way in ways]
-    # The question does not say how many keys a window has
-    pairs = [(bucket, window_bucket(bucket, problem.options, FAR)) for bucket in found]
-    return list(dict.fromkeys(itertools.chain(*pairs)))
+    return _with_window(question, problem, found)
+
+
+def _with_window(question: Question, problem: AttnProblem, found: Sequence[str]) -> list[str]:
+    """Buckets of a forward whose lengths have these, by the keys of its window: with and without a wide one if they are not known."""
+    keys = (0, FAR) if question.window_keys is None else (question.window_keys,)
+    return list(dict.fromkeys(window_bucket(bucket, problem.options, n) for bucket in found for n in keys))
 
 
 def _answer_decode(question: Question) -> Iterator[Answer]:
@@ -290,4 +399,5 @@ def _answer_decode(question: Question) -> Iterator[Answer]:
         few = number <= configs.DECODE_ROWS[0]
         which = "at most 64" if few else "more than 64"
         source = f"[decode] {problem.width} of {grid}, for {which} rows per key head"
-        yield Answer(DECODE, str(problem), (), "", str(config), config, source)
+        found, why = (str(config), config, source, (), ""), _reasons(question, problem)
+        yield Answer(DECODE, str(problem), (), "", *found, question.words, why)

@@ -170,7 +170,7 @@ def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Confi
     arguments = (*inputs, shape.head_dim**-0.5, shape.causal)
     given = {"lse_base2": False, "config": config}
     if row.problem.is_fp32:
-        given["options"] = Options(parts=row.problem.parts)
+        given["options"] = Options(parts=row.problem.terms)
     if row.direction == "fwd":
         return launch.forward(*arguments, **given)
     grads = launch.backward(*arguments, deterministic=row.direction == "bwd_det", **given)

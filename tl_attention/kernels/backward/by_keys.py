@@ -21,7 +21,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import BwdPass
-from tl_attention.config.part_configs import MAKERS, splits_keys, stores_key_parts
+from tl_attention.config.term_configs import MAKERS, splits_keys, stores_key_terms
 from tl_attention.kernels.backward import key_tiles
 from tl_attention.kernels.backward.dq_sinks.apart import add_dq
 from tl_attention.kernels.backward.dq_sinks.round import BLOCKS_WITH_ROWS, rounding_code
@@ -30,11 +30,11 @@ from tl_attention.kernels.backward.dq_sinks.sink import alloc_dq_sink, rounding_
 from tl_attention.kernels.backward.load import KeyTileProducer
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.backward.product_orders import step_body_of
-from tl_attention.kernels.backward.shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
+from tl_attention.kernels.backward.smem import alloc_dv, alloc_key_rings, alloc_smem_tiles
 from tl_attention.kernels.backward.step import Elements, KeyStep, Launch
 from tl_attention.kernels.backward.store import store_gradients
 from tl_attention.kernels.cuda import source
-from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import fill_bias_columns
 from tl_attention.kernels.scores.options import option_arguments, prelude
@@ -49,7 +49,7 @@ from tl_attention.kernels.sources.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
-    SplitGradTiles,
+    StreamKGradTiles,
     dq_sum_argument,
     input_arguments,
     rows_argument,
@@ -58,7 +58,7 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
-    # Bounds checks are off: only Lse_log2, Delta, dQ_sum and the parts are accessed without TMA, and the caller pads them to whole tiles
+    # Bounds checks are off: only Lse_log2, Delta, dQ_sum and the terms are accessed without TMA, and the caller pads them to whole tiles
     "tl.disable_safe_memory_legalize": True,
 }
 
@@ -69,26 +69,26 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
         Q: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
         K, V: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
-            fp32: as in split_tile.py in the first pass, which has dk; bf16 parts in the passes after it, as K_parts and V_parts.
+            fp32: as in split_tile.py in the first pass, which has dk; bf16 terms in the passes after it, as K_parts and V_parts.
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
             In fp32 dQ itself, if the pass computes it; 0 before the kernel. With one_tile dQ, which the kernel stores.
         dK, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
-        dK_parts, dV_parts: partial sums, fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
+        dK_parts, dV_parts: partials, fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
-            With the schedule split as tiles.SplitGradTiles has them.
+            With the schedule stream-K as tiles.StreamKGradTiles has them.
         softmax_scale: fp32.
-        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts.
+        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts; parts: sharers of a tile.
     The others are False in a kernel that lacks them:
         Tickets: int32 [2], zeros before and after the kernel. With every schedule but grid.
         Turns: int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule ordered.
-        whole: int32, of KeyTileCounts. Only with the schedule split.
+        whole: int32, of KeyTileCounts. Only with the schedule stream-K.
         dQ, Progress_dq, sum_slots: see sink.rounding_of. Only where the pass rounds dQ.
-        K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them.
+        K_parts, V_parts: bf16 terms of fp32 K and V, [batch, seqlen_k, heads_kv, terms * width]. The first of several passes writes them.
     Then the fields of
         options.OptionArguments: of options.
-        input_parts.InputArguments: config.makes_parts.
+        input_terms.InputArguments: config.makes_terms.
         traced_arguments.TracedArguments: of a program.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
@@ -102,7 +102,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     args = KeyPassArguments.of(problem, config)
     batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
     option_types = option_arguments(problem)
-    input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
+    input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_terms)
 
     @T.macro
     def differentiate(w, number, turn, first_step, tile, blocks, launch):
@@ -111,9 +111,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         number: of the tile, if it is the CTA's only one. turn: number of the tile in its CTA. first_step: its first step, as steps are
             counted through all tiles of a CTA.
         """
-        shared, softmax_scale = launch.shared, launch.softmax_scale
+        smem, softmax_scale = launch.smem, launch.softmax_scale
         key = tile.first_key + 64 * w
-        scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
+        scores = key_pass.scores(launch.options, softmax_scale, smem.staged)
         dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
         relative = key_pass.shares_dS and (varlen or config.dq_apart)
         mask = key_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
@@ -130,11 +130,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         begin = first_step  # of this warpgroup: the first queries may not see the last 64 keys
         if w > 0 and key_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
-            key_tiles.skip_steps(shared.Q, shared.dO, first_step, skipped, block_M)
+            key_tiles.skip_steps(smem.Q, smem.dO, first_step, skipped, block_M)
             blocks.skip(skipped)
             begin = first_step + skipped
         if not scores_first:  # S' of the first step; a step issues that of the next one
-            shared.Q.wait(begin)
+            smem.Q.wait(begin)
             step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
@@ -147,8 +147,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         step.finish(first_step + blocks.steps - 1)
         # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
-            shared.tile_box.read_tile(turn, tile)
-            shared.tile_box.release(turn)
+            smem.tile_box.read_tile(turn, tile)
+            smem.tile_box.release(turn)
         else:
             tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
         key = tile.first_key + 64 * w
@@ -156,24 +156,24 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if dynamic and not key_pass.frees_V_early:
             # dV leaves through the tile of V. The wait costs nothing, as the next keys arrive later
             wait_for_stores()
-            shared.V.release(step.key_step)
+            smem.V.release(step.key_step)
 
     @T.macro
     def consume(w, number, tile_order, launch):
-        shared = launch.shared
-        tile = key_tiles.KeyTile(tile_order, block_N, split=config.is_split)
+        smem = launch.smem
+        tile = key_tiles.KeyTile(tile_order, block_N, stream_k=config.is_stream_k)
         blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
-            fill_bias_columns(w, shared.bias_columns, consumers)
+            fill_bias_columns(w, smem.bias_columns, consumers)
             call = tile, blocks, launch
-            shared.tile_box.each_posted(
+            smem.tile_box.each_posted(
                 tile, blocks, lambda turn, first_step: differentiate(w, number, turn, first_step, *call)
             )
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:
             tile.start(number, launch.counts, blocks)
-            fill_bias_columns(w, shared.bias_columns, consumers)
+            fill_bias_columns(w, smem.bias_columns, consumers)
             if tile.exists:
                 differentiate(w, number, 0, 0, tile, blocks, launch)
 
@@ -188,8 +188,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dQ_sum: args.dQ_sum,
         dK: args.dK,
         dV: args.dV,
-        dK_parts: args.dK_parts,
-        dV_parts: args.dV_parts,
+        dK_parts: args.dK_partials,
+        dV_parts: args.dV_partials,
         softmax_scale: T.float32,
         heads_per_kv: T.int32,
         heads_per_part: T.int32,
@@ -199,12 +199,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         ctas: T.int32,
         Tickets: args.Tickets,
         Turns: args.Turns,
-        whole: T.int32 if config.is_split else False,
+        whole: T.int32 if config.is_stream_k else False,
         dQ: args.dQ,
         Progress_dq: args.Progress_dq,
         sum_slots: T.int32 if rounds else False,
-        K_parts: args.K_parts,
-        V_parts: args.V_parts,
+        K_parts: args.K_terms,
+        V_parts: args.V_terms,
     ):
         options = declare(option_types)
         fp32_inputs = declare(input_types, first="Q_input", second="dO_input")
@@ -216,35 +216,35 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
-            inputs = InputParts.of(problem, fp32_inputs, (Q, dO), config.part_stages)
+            inputs = InputTerms.of(problem, fp32_inputs, (Q, dO), config.term_stages)
             dq_tensors, table = (dQ, dQ_sum, Progress_dq), options.Table if varlen else None
             rounding = rounding_of(
                 problem, config, dq_tensors, counts, heads_kv, sum_slots, args.rounded_q, table
             )
             alloc_dq = functools.partial(alloc_dq_sink, problem, config, rounding, Turns, softmax_scale)
-            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
-            order_heads = heads_kv * key_tiles.order_parts(config, counts)
+            smem = alloc_smem_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, alloc_dq)
+            order_heads = heads_kv * key_tiles.order_sharers(config, counts)
             all_heads = order_heads if varlen else order_heads * batch  # the table has all sequences
             tile_order = key_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
-            stores_parts = stores_key_parts(problem, config.makes)
+            stores_terms = stores_key_terms(problem, config.makes)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
-            if config.is_split:
-                Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
+            if config.is_stream_k:
+                Tiles = functools.partial(StreamKGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
-                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts),
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.terms),
                 splits_keys=splits_keys(problem, config.makes),
-                K_parts=K_parts if stores_parts else None,
-                V_parts=V_parts if stores_parts else None,
+                K_terms=K_parts if stores_terms else None,
+                V_terms=V_parts if stores_terms else None,
                 # dQ_sum is dQ itself
                 dQ=dQ_sum if key_pass.adds_own_dq or config.one_tile else None,
                 dK=dK,
                 dV=dV,
-                dK_parts=FragmentBlocks(dK_parts, key_tiles.part_blocks(config, counts)),
-                dV_parts=FragmentBlocks(dV_parts, key_tiles.part_blocks(config, counts)),
+                dK_partials=FragmentBlocks(dK_parts, key_tiles.partial_blocks(config, counts)),
+                dV_partials=FragmentBlocks(dV_parts, key_tiles.partial_blocks(config, counts)),
             )
-            launch = Launch(counts, tiles, shared, options, softmax_scale, heads)
+            launch = Launch(counts, tiles, smem, options, softmax_scale, heads)
             producer = KeyTileProducer(
-                problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
+                problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, smem, options, Tickets
             )
             roles.run(
                 lambda: producer.produce(number),
@@ -276,14 +276,14 @@ class KeyPassArguments:
     dQ_sum: Any
     dK: Any
     dV: Any
-    dK_parts: Any
-    dV_parts: Any
+    dK_partials: Any
+    dV_partials: Any
     Tickets: Any
     Turns: Any
     dQ: Any
     Progress_dq: Any
-    K_parts: Any = False
-    V_parts: Any = False
+    K_terms: Any = False
+    V_terms: Any = False
 
     @classmethod
     def of(cls, problem: AttnProblem, config: BwdPass) -> "KeyPassArguments":
@@ -294,13 +294,13 @@ class KeyPassArguments:
         rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
         batch_rows = T.dynamic("batch_rows") if problem.has("varlen") else batch
         of_keys, lengths = (batch, seqlen_k, heads_kv), (seqlen_q, heads, seqlen_k, heads_kv)
-        key_parts = {}
-        if stores_key_parts(problem, config.makes):
-            key_parts = {
-                "K_parts": rows_argument(problem, "k", *of_keys, columns_qk),
-                "V_parts": rows_argument(problem, "v", *of_keys, columns_v),
+        key_terms = {}
+        if stores_key_terms(problem, config.makes):
+            key_terms = {
+                "K_terms": rows_argument(problem, "k", *of_keys, columns_qk),
+                "V_terms": rows_argument(problem, "v", *of_keys, columns_v),
             }
-        # fp32: the inputs have columns of parts, or two per number
+        # fp32: the inputs have columns of terms, or two per number
         cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
         rounds = config.rounds(problem)
         raw_fp32 = ("k", "v") if splits_keys(problem, config.makes) else ()
@@ -317,20 +317,20 @@ class KeyPassArguments:
             dQ_sum=dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
             dK=rows_argument(problem, "dk", *of_keys, cols_dk),
             dV=rows_argument(problem, "dv", *of_keys, cols_dv),
-            dK_parts=FragmentBlocks.argument(dk_blocks, problem.head_dim),
-            dV_parts=FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
+            dK_partials=FragmentBlocks.argument(dk_blocks, problem.head_dim),
+            dV_partials=FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
             Tickets=T.Tensor([2], "int32") if config.is_dynamic else False,
             Turns=T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
             dQ=rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
             Progress_dq=T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
-            **key_parts,
+            **key_terms,
         )
 
 
 def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
     """Roles of a pass by keys."""
     makes_dq = "dq" in config.makes and not problem.is_fp32
-    registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
+    registers = pipeline.registers(problem, config.warpgroups, config.makes_terms, full=makes_dq)
     if config.dq_apart:
         registers = FOUR_WARPS_REGISTERS if config.is_ordered or config.rounds(problem) else APART_REGISTERS
     return Roles(
@@ -363,8 +363,8 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += rounding_code(problem, *loop)
     if config.is_dynamic and problem.has("varlen"):
         code += source("zero")
-    if config.makes_parts:
-        code += MAKE_PARTS
+    if config.makes_terms:
+        code += MAKE_TERMS
     if splits_keys(problem, config.makes):
         code += source("split_tile")
     return code or None
@@ -372,13 +372,13 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
 
 def further_warps(producer: KeyTileProducer, number: Any) -> dict[str, Any]:
     """Arguments of Roles.run() for the warps beside the producer."""
-    if producer.config.makes_parts:
+    if producer.config.makes_terms:
         ctas = producer.counts.ctas
-        make = functools.partial(producer.shared.inputs.make_share, number, ctas)
+        make = functools.partial(producer.smem.inputs.make_share, number, ctas)
         if not producer.dynamic:
             return {"assist": make, "assist_warps": MAKERS}
         return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
-    dq = producer.shared.dq
+    dq = producer.smem.dq
     return {
         "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
         "more": dq.further_warps(producer),

@@ -22,14 +22,14 @@ from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.seams.products import (
-    alloc_further_parts,
+    alloc_further_terms,
     clear,
     continue_jobs,
     finish_jobs,
     jobs,
     multiply,
     scale,
-    split_parts,
+    split_terms,
 )
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import Tile, TileCounts, TileOrder
@@ -38,7 +38,7 @@ from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.tiles import (
     DenseGradTiles,
     PackedGradTiles,
-    SharedTiles,
+    SmemTiles,
     input_arguments,
     result_argument,
 )
@@ -59,8 +59,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
-    parts, products = problem.parts, problem.products
-    by_block = parts > 1 and not config.one_sum  # products are summed by block, see products.py
+    terms, products = problem.terms, problem.products
+    by_block = terms > 1 and not config.one_sum  # products are summed by block, see products.py
     scores_first = scores_come_first(problem, config)
     dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
@@ -80,24 +80,24 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     option_types = option_arguments(problem)
 
     @T.macro
-    def load(tile, blocks, tiles, shared):
+    def load(tile, blocks, tiles, smem):
         """Load Q and dO once, and K and V of each key block."""
         query = tile.m_block * block_M
         blocks.start(query)
         for w in warpgroups:
-            shared.Q.fill(w, tiles.q(tile, tile.head, query + 64 * w, 64))
+            smem.Q.fill(w, tiles.q(tile, tile.head, query + 64 * w, 64))
         for step in T.serial(blocks.steps):
-            shared.K.fill(step, tiles.k(tile, blocks.first_key(step), block_N))
+            smem.K.fill(step, tiles.k(tile, blocks.first_key(step), block_N))
             if step == 0:
                 for w in warpgroups:
-                    shared.dO.fill(w, tiles.do(tile, tile.head, query + 64 * w, 64))
-            shared.V.fill(step, tiles.v(tile, blocks.first_key(step), block_N))
+                    smem.dO.fill(w, tiles.do(tile, tile.head, query + 64 * w, 64))
+            smem.V.fill(step, tiles.v(tile, blocks.first_key(step), block_N))
 
     @T.macro
-    def compute_scores(w, step, scores, shared, acc_s):
+    def compute_scores(w, step, scores, smem, acc_s):
         """Issue S = Q K^T, accumulated on the linear bias if there is one."""
-        scores.begin(acc_s, shared.bias_columns)
-        multiply(products, lambda i: shared.Q.part(w, i), lambda j: shared.K.part(step, j), acc_s, **q_kt)
+        scores.begin(acc_s, smem.bias_columns)
+        multiply(products, lambda i: smem.Q.term(w, i), lambda j: smem.K.term(step, j), acc_s, **q_kt)
 
     @T.macro
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
@@ -113,27 +113,27 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.clear(acc_s, blocks, query, step)
 
     @T.macro
-    def store(w, query, tile, tiles, shared, softmax_scale, dq_chunks):
-        """Scale dQ, and store it through the shared tile of Q; fp32 from registers."""
+    def store(w, query, tile, tiles, smem, softmax_scale, dq_chunks):
+        """Scale dQ, and store it through the smem tile of Q; fp32 from registers."""
         scale(dq_chunks, softmax_scale)
         if problem.dtype_of("dq") == "float32":
             for n in indices(dq_chunks):
                 tiles.store_dq(dq_chunks[n], tile, query, n * dq_cols)
         else:
-            T.copy(dq_chunks[0], shared.Q.tiles[w, :, :])
+            T.copy(dq_chunks[0], smem.Q.tiles[w, :, :])
             T.fence_proxy_async()
             sync_warpgroup(w)
-            T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
+            T.copy(smem.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
 
     @T.macro
-    def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
+    def differentiate(w, tile, blocks, tiles, smem, softmax_scale, options):
         """Compute dQ of 64 queries."""
-        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged)
+        scores = Scores(problem, options, softmax_scale, block_N, staged=smem.staged)
         dropout = Dropout(problem, options, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
         acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
         dS = T.alloc_fragment([64, block_N], dtype_of("ds"))  # dS [queries, keys]
-        dS_parts = (dS, *alloc_further_parts([64, block_N], parts))
+        dS_terms = (dS, *alloc_further_terms([64, block_N], terms))
         acc_dq = T.alloc_fragment([64, dq_cols], "float32")
         dq_chunks = (acc_dq, *alloc_fragments([[64, dq_cols]] * (head_dim // dq_cols - 1), "float32"))
         # Products of one step, see products.Job
@@ -154,17 +154,17 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
         scores.prefetch(query, blocks, 0)
-        shared.Q.wait(w)
+        smem.Q.wait(w)
         begin = 0
         if w == 0 and skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
-            skip_steps(shared.K, shared.V, 0, skipped, block_N)
+            skip_steps(smem.K, smem.V, 0, skipped, block_N)
             begin = skipped
         if not scores_first:
-            shared.K.wait(begin)
-            compute_scores(w, begin, scores, shared, acc_s)
+            smem.K.wait(begin)
+            compute_scores(w, begin, scores, smem, acc_s)
             T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        shared.dO.wait(w)
+        smem.dO.wait(w)
         clear(dq_chunks)
 
         for step in T.serial(begin, blocks.steps):
@@ -172,25 +172,23 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if blocks.listed:
                 blocks.find(step)
             if scores_first:  # S = Q K^T
-                shared.K.wait(step)
-                compute_scores(w, step, scores, shared, acc_s)
+                smem.K.wait(step)
+                compute_scores(w, step, scores, smem, acc_s)
             T.wait_wgmma(0)  # S, and dQ of the previous step
             if step > begin:
-                shared.K.release(step - 1)
+                smem.K.release(step - 1)
 
             if problem.learns:
                 scores.traced.keep_scores(acc_s, kept_scores)
 
             # dP = dO V^T
-            shared.V.wait(step)
-            multiply(
-                products, lambda i: shared.dO.part(w, i), lambda j: shared.V.part(step, j), acc_dp, **do_vt
-            )
+            smem.V.wait(step)
+            multiply(products, lambda i: smem.dO.term(w, i), lambda j: smem.V.term(step, j), acc_dp, **do_vt)
 
             # P = exp2(S - lse), beside that GEMM
             exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2)
             T.wait_wgmma(0)  # dP
-            shared.V.release(step)
+            smem.V.release(step)
 
             if problem.learns:
                 scores.traced.add_gradients(
@@ -200,50 +198,50 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS = P * (dP - Delta)
             dropout.drop(acc_dp)
             dropout.scale_kept(acc_dp)
-            if parts > 1:
+            if terms > 1:
                 softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], acc_s)
-                split_parts(acc_s, dS_parts)
+                split_terms(acc_s, dS_terms)
             else:
                 softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
 
             # dQ += dS K
             if by_block:
-                dq_jobs = jobs(dq_chunks, dS_parts, shared.K, step)
+                dq_jobs = jobs(dq_chunks, dS_terms, smem.K, step)
                 continue_jobs(products, dq_jobs, sums, 0)
             else:
-                multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
+                multiply(products, lambda i: dS_terms[i], lambda j: smem.K.term(step, j), acc_dq)
 
             # S = Q K^T of the next step. After the last one it may read a slot that is empty or being filled: nothing reads this S
             if not scores_first:
                 if step + 1 < blocks.steps:
-                    shared.K.wait(step + 1)
-                compute_scores(w, step + 1, scores, shared, acc_s)
+                    smem.K.wait(step + 1)
+                compute_scores(w, step + 1, scores, smem, acc_s)
             if by_block:
                 finish_jobs(products, dq_jobs, sums, len(products))
 
         T.wait_wgmma(0)
         if problem.learns:
             scores.traced.finish_gradients()
-        store(w, query, tile, tiles, shared, softmax_scale, dq_chunks)
+        store(w, query, tile, tiles, smem, softmax_scale, dq_chunks)
 
     @T.macro
-    def produce(number, order, tiles, shared, options):
+    def produce(number, order, tiles, smem, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
         blocks = key_blocks(problem, options, mask, tile, block_M, block_N)
         tile.locate(number)
         if tile.exists:
-            load(tile, blocks, tiles, shared)
+            load(tile, blocks, tiles, smem)
 
     @T.macro
-    def consume(w, number, order, tiles, shared, softmax_scale, options):
+    def consume(w, number, order, tiles, smem, softmax_scale, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
         blocks = key_blocks(problem, options, mask, tile, block_M, block_N)
         tile.locate(number)
-        fill_bias_columns(w, shared.bias_columns, consumers)
+        fill_bias_columns(w, smem.bias_columns, consumers)
         if tile.exists:
-            differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)
+            differentiate(w, tile, blocks, tiles, smem, softmax_scale, options)
 
     @T.prim_func
     def flash_bwd_dq_kernel(
@@ -264,7 +262,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
         code = prelude(problem, roles, source("rows") if problem.dtype_of("dq") == "float32" else "")
         with T.Kernel(ctas, threads=roles.block, prelude=code) as number:
-            shared = SharedTiles(
+            smem = SmemTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
                 staged=alloc_staged(problem, consumers // 32, block_N),
                 Q=input_ring(problem, "Q", [config.warpgroups, 64], head_dim, 4),
@@ -277,10 +275,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 counts, problem.is_uneven, heads, all_heads, None, table, TABLE_ROWS // block_M
             )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
-            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, parts, dQ=dQ)
+            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, terms, dQ=dQ)
             roles.run(
-                lambda: produce(number, order, tiles, shared, options),
-                lambda w: consume(w, number, order, tiles, shared, softmax_scale, options),
+                lambda: produce(number, order, tiles, smem, options),
+                lambda w: consume(w, number, order, tiles, smem, softmax_scale, options),
             )
 
     return flash_bwd_dq_kernel

@@ -47,7 +47,7 @@ class StepBefore:
 
 @T.meta_class
 class BiasGradient:
-    """Stores dS' as the gradient of a dense bias, a step late: by TMA, from the shared tile that all warpgroups wait for to compute dQ.
+    """Stores dS' as the gradient of a dense bias, a step late: by TMA, from the smem tile that all warpgroups wait for to compute dQ.
 
     Args:
         on: dS' is stored so; else all methods do nothing.
@@ -104,13 +104,13 @@ class DqBefore:
         self.config, self.w, self.before, self.first = config, w, before, first
         self.pieces = dq_pieces(config.block_M, key_pass.problem.head_dim, config.warpgroups)[w]
         self.acc_dq, self.last, self.bias_gradient = acc_dq, last, bias_gradient
-        self.shared = launch.shared
+        self.smem = launch.smem
 
     @T.inline
     def start(self, step):
         """Issue dQ = dS K of the step before `step`; the first step of a tile issues a product of no use."""
         if self.before.exists(step, self.first):
-            self.shared.dS.wait(step - 1)
+            self.smem.dS.wait(step - 1)
             self.bias_gradient.store(step - 1)
         # step + 1 has the slot of step - 1
         self.multiply(step + 1, self.acc_dq)
@@ -120,14 +120,14 @@ class DqBefore:
         """Release dS' of the step before, when dQ is complete."""
         if self.before.exists(step, self.first):
             self.bias_gradient.wait()
-            self.shared.dS.release(step - 1)
+            self.smem.dS.release(step - 1)
 
     @T.inline
     def free_and_add(self, step):
         """Release dS' of the step before, and pass its dQ on."""
         if self.before.exists(step, self.first):
             self.bias_gradient.wait()
-            self.shared.dS.release(step - 1)
+            self.smem.dS.release(step - 1)
             self.pass_on(step - 1)
 
     @T.inline
@@ -139,7 +139,7 @@ class DqBefore:
     @T.inline
     def pass_on(self, step):
         """Pass dQ of a step on, when it may be added."""
-        dq = self.shared.dq
+        dq = self.smem.dq
         dq.wait_free(step)
         dq.add(self.w, self.acc_dq, self.before.row_block[0])
         dq.announce(step)
@@ -147,20 +147,20 @@ class DqBefore:
     @T.inline
     def finish(self, step, turn):
         """Compute dQ of the last step of a tile, pass it on, and free K."""
-        shared, config = self.shared, self.config
-        shared.dS.wait(step)
+        smem, config = self.smem, self.config
+        smem.dS.wait(step)
         # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
-        shared.dq.wait_free(step)
+        smem.dq.wait_free(step)
         self.multiply(step, self.last)
         self.bias_gradient.store(step)
         T.wait_wgmma(0)
         self.bias_gradient.wait()
-        shared.dS.release(step)
+        smem.dS.release(step)
         if config.is_dynamic:
             for other in tuple(range(config.warpgroups)):
-                shared.K.release(key_step(config, turn, other))
-        shared.dq.add(self.w, self.last, self.before.row_block[0])
-        shared.dq.announce(step)
+                smem.K.release(key_step(config, turn, other))
+        smem.dq.add(self.w, self.last, self.before.row_block[0])
+        smem.dq.announce(step)
         if not config.is_dynamic:
             sync_consumers(WARPGROUP * config.warpgroups)  # all warpgroups have read K
 
@@ -170,8 +170,8 @@ class DqBefore:
         for i, (rows, cols) in enumerate(self.pieces):
             for other in tuple(range(self.config.warpgroups)):
                 T.wgmma_gemm(
-                    self.shared.dS.columns(step, other, rows),
-                    self.shared.K.tiles[other, :, cols],
+                    self.smem.dS.columns(step, other, rows),
+                    self.smem.K.tiles[other, :, cols],
                     acc_dq[i],
                     transpose_A=True,
                     policy=T.GemmWarpPolicy.FullRow,

@@ -87,43 +87,43 @@ def skip_steps(first, second, step, steps, block):
 
 @dataclass(frozen=True)
 class KeyTileCounts:
-    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head, and one part of its query heads or queries."""
+    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head, and one share of its query heads or queries."""
 
     heads_per_kv: Any  # query heads per key head
-    heads_per_part: Any  # query heads per CTA
-    parts: Any  # CTAs that share the query heads of a key head, or with the schedule split the queries of a shared tile
+    heads_per_sharer: Any  # query heads per CTA
+    sharers: Any  # CTAs that share the query heads of a key head, or with the schedule stream-K the queries of a shared tile
     n_blocks: Any  # key blocks per sequence; for packed sequences of all together
     group_heads: Any  # heads per group of scheduler.TileOrder
     ctas: Any
-    whole: Any = None  # with the schedule split: the number of the first shared tile
+    whole: Any = None  # with the schedule stream-K: the number of the first shared tile
 
 
 @dataclass(frozen=True)
-class SplitOrder(TileOrder):
-    """TileOrder in which the tiles from number `whole` on are shared: each is drawn `parts` times."""
+class StreamKOrder(TileOrder):
+    """TileOrder in which the tiles from number `whole` on are shared: each is drawn `sharers` times."""
 
     whole: Any = None
-    parts: Any = None
+    sharers: Any = None
 
     @property
     def num_tiles(self) -> Any:
-        return self.whole + (self.m_blocks * self.all_heads - self.whole) * self.parts
+        return self.whole + (self.m_blocks * self.all_heads - self.whole) * self.sharers
 
     def tile(self, number: Any) -> Any:
         """Number of the tile that is drawn as `number`."""
-        shared = self.whole + T.truncdiv(number - self.whole, self.parts)
+        shared = self.whole + T.truncdiv(number - self.whole, self.sharers)
         return T.if_then_else(number < self.whole, number, shared)
 
-    def part(self, number: Any) -> Any:
-        return T.if_then_else(number < self.whole, 0, T.truncmod(number - self.whole, self.parts))
+    def sharer(self, number: Any) -> Any:
+        return T.if_then_else(number < self.whole, 0, T.truncmod(number - self.whole, self.sharers))
 
-    def parts_of(self, number: Any) -> Any:
-        return T.if_then_else(number < self.whole, 1, self.parts)
+    def sharers_of(self, number: Any) -> Any:
+        return T.if_then_else(number < self.whole, 1, self.sharers)
 
 
-def order_parts(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Heads of a key head in terms of TileOrder: the parts of its tiles, one in a split pass."""
-    return 1 if config.is_split else counts.parts
+def order_sharers(config: BwdPass, counts: KeyTileCounts) -> Any:
+    """Heads of a key head in terms of TileOrder: the sharers of its tiles, one in a stream-K pass."""
+    return 1 if config.is_stream_k else counts.sharers
 
 
 def key_order(
@@ -135,12 +135,12 @@ def key_order(
     all_heads: Any,
     table: Any,
 ) -> TileOrder:
-    """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_parts() heads."""
+    """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_sharers() heads."""
     order = {
         "longest_first": problem.is_uneven or config.is_ordered,
         "heads": heads,
         "all_heads": all_heads,
-        "heads_per_kv": order_parts(config, counts),
+        "heads_per_kv": order_sharers(config, counts),
         "m_blocks": counts.n_blocks,
         "group_heads": counts.group_heads,
         "table": table,
@@ -151,13 +151,15 @@ def key_order(
         side = {"side_tiles": SIDE_WAVES * counts.ctas, "last_entries": last}
         return SequenceOrder(**order, key_heads=key_heads, **side)
     return (
-        SplitOrder(**order, whole=counts.whole, parts=counts.parts) if config.is_split else TileOrder(**order)
+        StreamKOrder(**order, whole=counts.whole, sharers=counts.sharers)
+        if config.is_stream_k
+        else TileOrder(**order)
     )
 
 
-def part_blocks(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Row blocks of a part of dK and dV: of a tile in a split pass, else of all keys."""
-    return config.block_N // 16 if config.is_split else counts.n_blocks * (config.block_N // 16)
+def partial_blocks(config: BwdPass, counts: KeyTileCounts) -> Any:
+    """Row blocks of a partial dK or dV: of a tile in a stream-K pass, else of all keys."""
+    return config.block_N // 16 if config.is_stream_k else counts.n_blocks * (config.block_N // 16)
 
 
 @T.meta_class
@@ -165,7 +167,7 @@ class KeyTile:
     """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them.
 
     Args:
-        ordered, split: as the schedules of a BwdPass.
+        ordered, stream_k: as the schedules of a BwdPass.
     """
 
     def __init__(
@@ -173,15 +175,15 @@ class KeyTile:
         order: TileOrder,
         block_N: int,
         ordered: bool = False,
-        split: bool = False,
+        stream_k: bool = False,
         name: str = "key_tile",
     ):
         self.by_sequence = isinstance(order, SequenceOrder)
         self.tile = SequenceTile(order) if self.by_sequence else Tile(order)
-        self.block_N, self.ordered, self.split = block_N, ordered, split
-        self.steps = T.alloc_var("int32", init=0) if split else None
+        self.block_N, self.ordered, self.stream_k = block_N, ordered, stream_k
+        self.steps = T.alloc_var("int32", init=0) if stream_k else None
         self.first = T.alloc_var("int32", init=0)
-        self.part_idx = T.alloc_var("int32", init=0)
+        self.part_idx = T.alloc_var("int32", init=0)  # number of the CTA among the sharers of the tile
         # Tiles of the head that are drawn before; the tile drawn last of them has queries from this one on. See AddingOrder
         self.rank, self.shared_from = (T.alloc_var("int32", init=0) if ordered else None for _ in range(2))
         self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
@@ -195,7 +197,7 @@ class KeyTile:
         Under a causal mask the first keys have the most queries, so they come first. Tile puts its last block first: reverse it.
         """
         order = self.tile.order
-        self.tile.locate(order.tile(number) if self.split else number)
+        self.tile.locate(order.tile(number) if self.stream_k else number)
         if self.ordered:
             self.rank[0] = order.m_blocks - 1 - self.tile.m_block
             self.first[0] = self.rank[0] * self.block_N
@@ -211,23 +213,29 @@ class KeyTile:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
-        self.part_idx[0] = self.part_of(number)
-        first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
-        heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
+        self.part_idx[0] = self.sharer_of(number)
+        first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_sharer
+        heads = T.min(
+            counts.heads_per_sharer, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_sharer
+        )
         if blocks.listed:
-            parts = order.parts_of(number) if self.split else counts.parts
-            blocks.start_list(self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, parts)
-        elif self.split:
+            parts = order.sharers_of(number) if self.stream_k else counts.sharers
+            blocks.start_list(
+                self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.sharer, parts
+            )
+        elif self.stream_k:
             blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
-            blocks.keep_share(self.part_idx[0], order.parts_of(number))
+            blocks.keep_share(self.part_idx[0], order.sharers_of(number))
         else:
             blocks.start(self.first[0], first_head, heads)
-        if self.split:
+        if self.stream_k:
             self.steps[0] = blocks.steps
 
-    def part_of(self, number: Any) -> Any:
+    def sharer_of(self, number: Any) -> Any:
         order = self.tile.order
-        return order.part(number) if self.split else self.tile.head - self.tile.kv_head * order.heads_per_kv
+        return (
+            order.sharer(number) if self.stream_k else self.tile.head - self.tile.kv_head * order.heads_per_kv
+        )
 
     @property
     def position(self) -> tuple:
@@ -243,10 +251,10 @@ class KeyTile:
 
     @property
     def exists(self) -> Any:
-        """False where the table has no entry, by sequence also where the tile has no keys, or a share of a split tile no queries."""
+        """False where the table has no entry, by sequence also where the tile has no keys, or a share of a shared tile no queries."""
         if self.by_sequence:
             return self.tile.exists & self.tile.has_keys
-        return self.steps[0] > 0 if self.split else self.tile.exists
+        return self.steps[0] > 0 if self.stream_k else self.tile.exists
 
     def group_end(self, number: Any) -> Any:
         """Number one past the head group of tile `number`; computed from the number, as the warp that draws tiles has few registers."""
@@ -262,7 +270,7 @@ class KeyTile:
         return self.tile.kv_head
 
     @property
-    def part(self) -> Any:
+    def sharer(self) -> Any:
         return self.part_idx[0]
 
     @property

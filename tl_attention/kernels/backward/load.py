@@ -14,7 +14,7 @@ from tl_attention.kernels.scores.options import OptionArguments
 from tl_attention.kernels.seams.scheduler import TileOrder, TileStream
 from tl_attention.kernels.sources.block_lists import query_blocks
 from tl_attention.kernels.sources.query_blocks import QueryBlocks
-from tl_attention.kernels.sources.tiles import DenseGradTiles, SharedTiles
+from tl_attention.kernels.sources.tiles import DenseGradTiles, SmemTiles
 from tl_attention.problem.attn_problem import AttnProblem
 
 
@@ -42,7 +42,7 @@ class KeyTileProducer:
     counts: KeyTileCounts
     lengths: tuple[Any, Any]
     tiles: DenseGradTiles
-    shared: SharedTiles
+    smem: SmemTiles
     options: OptionArguments
     tickets: Any
 
@@ -63,7 +63,7 @@ class KeyTileProducer:
         return "dk" in self.config.makes
 
     def tile(self) -> KeyTile:
-        return KeyTile(self.order, self.config.block_N, self.config.is_ordered, self.config.is_split)
+        return KeyTile(self.order, self.config.block_N, self.config.is_ordered, self.config.is_stream_k)
 
     def blocks(self, tile: KeyTile, with_places: bool = False) -> QueryBlocks:
         config = self.config
@@ -80,7 +80,7 @@ class KeyTileProducer:
     @T.inline
     def load_k(self, turn, tile):
         for w in tuple(range(self.config.warpgroups)):
-            self.shared.K.fill(
+            self.smem.K.fill(
                 key_step(self.config, turn, w),
                 self.tiles.k(tile, tile.first_key + 64 * w, 64),
                 policy=self.policy,
@@ -89,7 +89,7 @@ class KeyTileProducer:
     @T.inline
     def load_v(self, turn, tile):
         for w in tuple(range(self.config.warpgroups)):
-            self.shared.V.fill(
+            self.smem.V.fill(
                 key_step(self.config, turn, w),
                 self.tiles.v(tile, tile.first_key + 64 * w, 64),
                 policy=self.policy,
@@ -98,10 +98,10 @@ class KeyTileProducer:
     @T.inline
     def load(self, turn, first_step, tile, blocks):
         """Load Q, dO, Lse_log2 and Delta of each query block; K and V once, unless the schedule is dynamic-late."""
-        tiles, shared, block_M = self.tiles, self.shared, self.config.block_M
-        if self.config.makes_parts:
+        tiles, smem, block_M = self.tiles, self.smem, self.config.block_M
+        if self.config.makes_terms:
             for i in T.serial(self.counts.heads_per_kv):
-                shared.inputs.wait(tile.batch, tile.kv_head * self.counts.heads_per_kv + i)
+                smem.inputs.wait(tile.batch, tile.kv_head * self.counts.heads_per_kv + i)
         if not self.dynamic:
             self.load_k(turn, tile)
         for step in self.steps(first_step, first_step + blocks.steps):
@@ -109,20 +109,20 @@ class KeyTileProducer:
             lse_log2 = tiles.lse_log2(tile, head, query, block_M)
             delta = tiles.delta(tile, head, query, block_M)
             row_values = (lse_log2, delta) if self.makes_dk else (lse_log2,)
-            shared.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
+            smem.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
             if self.dynamic and not self.late:  # after Q, which has room earlier
                 if step == first_step:
                     self.load_k(turn, tile)
             if self.makes_dk and not self.late:
                 if step == first_step:
                     self.load_v(turn, tile)
-            shared.dO.fill(step, tiles.do(tile, head, query, block_M))
+            smem.dO.fill(step, tiles.do(tile, head, query, block_M))
             blocks.advance()
 
     @T.inline
     def load_posted(self, turn, first_step, tile, blocks):
         """Load a posted tile. The next one is drawn meanwhile, or where tiles are drawn late when all loads are issued."""
-        box = self.shared.tile_box
+        box = self.smem.tile_box
         if not self.late:
             box.release(turn)
         self.load(turn, first_step, tile, blocks)
@@ -135,7 +135,7 @@ class KeyTileProducer:
         tile = self.tile()
         blocks = self.blocks(tile)
         if self.dynamic:
-            self.shared.tile_box.each_posted(
+            self.smem.tile_box.each_posted(
                 tile, blocks, lambda turn, first_step: self.load_posted(turn, first_step, tile, blocks)
             )
         else:
@@ -152,14 +152,14 @@ class KeyTileProducer:
         tile = self.tile()
         blocks = self.blocks(tile)
         calls = visit, begin, end
-        self.shared.tile_box.each_posted(
+        self.smem.tile_box.each_posted(
             tile, blocks, lambda turn, first_step: self.walk_tile(turn, first_step, tile, blocks, *calls)
         )
 
     @T.inline
     def walk_tile(self, turn, first_step, tile, blocks, visit, begin, end):
         """walk() through one tile."""
-        self.shared.tile_box.release(turn)
+        self.smem.tile_box.release(turn)
         if begin is not None:
             begin(turn, tile)
         for step in self.steps(first_step, first_step + blocks.steps):
@@ -181,8 +181,8 @@ class KeyTileProducer:
         """Describe one tile after another to the other roles, each before they have finished the previous one."""
         tile = self.tile()
         blocks = self.blocks(tile, with_places=True)
-        box = self.shared.tile_box
-        dq = self.shared.dq
+        box = self.smem.tile_box
+        dq = self.smem.dq
         # A CTA draws its first tile, too, where tiles wait for others, so it waits only for CTAs that run
         stream = TileStream(
             "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, dq.tiles_wait
@@ -203,8 +203,8 @@ class KeyTileProducer:
                 box.wait_empty(turn)
                 stream.draw_ticket()
                 stream.next_number()
-            elif self.config.is_split:
-                dq.rounding.count_empty(tile)  # a part without queries
+            elif self.config.is_stream_k:
+                dq.rounding.count_empty(tile)  # a share without queries
                 stream.draw_ticket()
                 stream.next_number()
             elif tile.by_sequence:

@@ -49,7 +49,7 @@ class KeyPass:
     @property
     def by_block(self) -> bool:
         """True if products are summed by block, see products.py."""
-        return self.problem.parts > 1 and not self.config.one_sum
+        return self.problem.terms > 1 and not self.config.one_sum
 
     @property
     def dS_in_P(self) -> bool:

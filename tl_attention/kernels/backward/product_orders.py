@@ -51,7 +51,7 @@ def step_body_of(key_pass: KeyPass) -> Callable[..., None]:
 @T.macro
 def dq_before_dS(step, i, begin):
     """Order "": dQ of the step before is added before dS' is computed."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.dq.start(i)
     step.exponentiate(i)
@@ -60,7 +60,7 @@ def dq_before_dS(step, i, begin):
     step.all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.share_dS(i)
     step.start_dk(i)
@@ -71,7 +71,7 @@ def dq_before_dS(step, i, begin):
 @T.macro
 def dq_added_late(step, i, begin):
     """Order "late-sums": dQ of the step before is added at the end of the step."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.dq.start(i)
     step.exponentiate(i)
@@ -80,7 +80,7 @@ def dq_added_late(step, i, begin):
     step.all_but("dP", "dV")  # dQ of the step before
     step.dq.free_dS(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.share_dS(i)
     step.start_dk(i)
@@ -92,7 +92,7 @@ def dq_added_late(step, i, begin):
 @T.macro
 def early_dk(step, i, begin):
     """Order "early-dK": dK is issued before dS' is shared, and Delta is read ahead."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.dq.start(i)
     step.exponentiate(i)
@@ -102,7 +102,7 @@ def early_dk(step, i, begin):
     step.all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.start_dk(i)
     step.share_dS(i)
@@ -113,7 +113,7 @@ def early_dk(step, i, begin):
 @T.macro
 def separate_dS(step, i, begin):
     """Order "separate-dS": dS' has registers of its own, and dV reads P' beside it."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.dq.start(i)
     step.exponentiate(i)
@@ -123,28 +123,28 @@ def separate_dS(step, i, begin):
     step.dq.free_and_add(i)
     step.all_but("dV")  # dP'
     if not step.key_pass.makes_dv:
-        shared.dO.release(i)
+        smem.dO.release(i)
     step.compute_dS(i)
     step.share_dS(i)
     step.start_dk(i)
     step.start_next_scores(i)
     if step.key_pass.makes_dv:
         step.all_but("dK", "S")  # dV
-        shared.dO.release(i)
+        smem.dO.release(i)
     step.advance()
 
 
 @T.macro
 def dq_apart(step, i, begin):
     """Order "apart": as early_dk, but the warpgroup of dq_sinks/apart.py computes dQ."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
     step.read_delta(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.start_dk(i)
     step.share_dS(i)
@@ -155,8 +155,8 @@ def dq_apart(step, i, begin):
 @T.macro
 def scores_first_dq_apart(step, i, begin):
     """Order "apart" where a step issues its own S', see scores_come_first()."""
-    shared = step.shared
-    shared.Q.wait(i)
+    smem = step.smem
+    smem.Q.wait(i)
     step.start_scores(i, step.blocks.head)
     step.finish_scores(i, begin)
     step.exponentiate(i)
@@ -164,7 +164,7 @@ def scores_first_dq_apart(step, i, begin):
     step.start_dv(i)
     step.read_delta(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.start_dk(i)
     step.share_dS(i)
@@ -178,13 +178,13 @@ def scores_first_dq_apart(step, i, begin):
 @T.macro
 def reusing(step, i, begin):
     """dK and dV, or dK: dP' in registers of S', dS' in those of P'."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.start_dk(i)
     step.start_next_scores(i)
@@ -194,7 +194,7 @@ def reusing(step, i, begin):
 @T.macro
 def dk_and_dv(step, i, begin):
     """dK and dV, each tile in its own registers: dP' beside the exponentials."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)
@@ -204,19 +204,19 @@ def dk_and_dv(step, i, begin):
     step.start_dk(i)
     step.start_next_scores(i)
     step.all_but("dK", "S")  # dV
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.advance()
 
 
 @T.macro
 def dk_alone(step, i, begin):
     """dK, each tile in its own registers: dP' beside the exponentials."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)
     T.wait_wgmma(0)  # dP'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_dS(i)
     step.start_dk(i)
     step.start_next_scores(i)
@@ -226,14 +226,14 @@ def dk_alone(step, i, begin):
 @T.macro
 def dv_alone(step, i, begin):
     """dV; in fp32 with one accumulator for all blocks."""
-    shared = step.shared
+    smem = step.smem
     step.finish_scores(i, begin)
     step.exponentiate(i)
-    shared.dO.wait(i)
+    smem.dO.wait(i)
     step.start_dv(i)
     # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released before, causal dv
     # of d192 and d256 sometimes read those of a later step (H200, 2026-11-21)
-    shared.Q.release(i)
+    smem.Q.release(i)
     step.fetch_next(i)
     step.start_next_scores(i)
     step.advance()
@@ -245,16 +245,16 @@ def dv_alone(step, i, begin):
 @T.macro
 def dv_by_block(step, i, begin):
     """dV, summed by block."""
-    shared, products, sums = step.shared, step.products, step.sums
+    smem, products, sums = step.smem, step.products, step.sums
     step.finish_scores(i, begin)
     step.exponentiate(i)
-    shared.dO.wait(i)
+    smem.dO.wait(i)
     jobs = step.dv_jobs(i)
     fp32.start_jobs(products, jobs, sums)
     if step.config.reuse_registers:
         fp32.continue_jobs(products, jobs, sums, 2)
         fp32.finish_jobs(products, jobs, sums, 0)
-    shared.Q.release(i)  # as in dv_alone
+    smem.Q.release(i)  # as in dv_alone
     step.fetch_next(i)
     if not step.config.reuse_registers:
         fp32.continue_jobs(products, jobs, sums, 2)
@@ -267,7 +267,7 @@ def dv_by_block(step, i, begin):
 @T.macro
 def fp32_by_block(step, i, begin):
     """dK, dV and maybe dQ, summed by block; each tile in its own registers."""
-    shared, products, sums = step.shared, step.products, step.sums
+    smem, products, sums = step.smem, step.products, step.sums
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)
@@ -276,24 +276,24 @@ def fp32_by_block(step, i, begin):
     fp32.start_jobs(products, dv_jobs, sums)
     step.compute_fp32_dS(i)
     step.split_dS(i)
-    step.share_parts_of_dS()
+    step.share_terms_of_dS()
     jobs = (*dv_jobs, *step.dk_jobs(i), *step.dq_jobs())
     fp32.continue_jobs(products, jobs, sums, min(len(dv_jobs), 2))
     step.start_next_scores(i)
     fp32.finish_jobs(products, jobs, sums, len(products))
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.advance()
 
 
 @T.macro
 def fp32_dk(step, i, begin):
     """dK; each tile in its own registers."""
-    shared, products, sums = step.shared, step.products, step.sums
+    smem, products, sums = step.smem, step.products, step.sums
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)
     T.wait_wgmma(0)  # dP'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_fp32_dS(i)
     step.split_dS(i)
     if step.key_pass.by_block:
@@ -310,7 +310,7 @@ def fp32_dk(step, i, begin):
 @T.macro
 def fp32_reusing(step, i, begin):
     """dK, maybe with dV and dQ, in one set of registers: dV is complete before dS' is computed."""
-    shared, products, sums = step.shared, step.products, step.sums
+    smem, products, sums = step.smem, step.products, step.sums
     step.finish_scores(i, begin)
     step.exponentiate(i)
     step.start_dp(i)
@@ -320,11 +320,11 @@ def fp32_reusing(step, i, begin):
         fp32.continue_jobs(products, dv_jobs, sums, 2)
         fp32.finish_jobs(products, dv_jobs, sums, 0)
     T.wait_wgmma(0)  # dP'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.compute_fp32_dS(i)
     step.split_dS(i)
     if step.key_pass.by_block:
-        step.share_parts_of_dS()
+        step.share_terms_of_dS()
         jobs = (*step.dk_jobs(i), *step.dq_jobs())
         fp32.continue_jobs(products, jobs, sums, 0)
         step.start_next_scores(i)
@@ -338,7 +338,7 @@ def fp32_reusing(step, i, begin):
 @T.macro
 def fp32_one_sum_reusing(step, i, begin):
     """dK, dV and maybe dQ in one set of registers, with one accumulator for all blocks of dK and of dV."""
-    shared, products, sums = step.shared, step.products, step.sums
+    smem, products, sums = step.smem, step.products, step.sums
     step.finish_scores(i, begin)
     step.exponentiate(i)
     step.start_dp(i)
@@ -346,10 +346,10 @@ def fp32_one_sum_reusing(step, i, begin):
     step.all_but("dV")  # dP'
     step.compute_fp32_dS(i)
     T.wait_wgmma(0)  # dV, whose P' gives its registers to dS'
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.split_dS(i)
     step.start_dk(i)
-    step.share_parts_of_dS()
+    step.share_terms_of_dS()
     jobs = step.dq_jobs()
     fp32.continue_jobs(products, jobs, sums, 0)
     step.start_next_scores(i)
@@ -360,7 +360,7 @@ def fp32_one_sum_reusing(step, i, begin):
 @T.macro
 def fp32_one_sum(step, i, begin):
     """dK, dV and maybe dQ, each tile in its own registers, with one accumulator for all blocks of dK and of dV."""
-    shared, products, sums = step.shared, step.products, step.sums
+    smem, products, sums = step.smem, step.products, step.sums
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)
@@ -369,25 +369,25 @@ def fp32_one_sum(step, i, begin):
     step.compute_fp32_dS(i)
     step.split_dS(i)
     step.start_dk(i)
-    step.share_parts_of_dS()
+    step.share_terms_of_dS()
     jobs = step.dq_jobs()
     fp32.continue_jobs(products, jobs, sums, 0)
     step.start_next_scores(i)
     fp32.finish_jobs(products, jobs, sums, len(products))
     step.all_but("dK", "S")  # dV
-    shared.dO.release(i)
+    smem.dO.release(i)
     step.advance()
 
 
 @T.macro
 def fp32_scores_first(step, i, begin):
     """dK and dV, each tile in its own registers; a step issues its own S', beside dK of the step before, see scores_come_first()."""
-    shared = step.shared
-    shared.Q.wait(i)
+    smem = step.smem
+    smem.Q.wait(i)
     step.start_scores(i, step.blocks.head)
     step.all_but("dK", "S")  # dV of the step before
     if i > begin:
-        shared.dO.release(i - 1)
+        smem.dO.release(i - 1)
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)

@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import sum_columns
-from tl_attention.config.part_configs import splits_keys, stores_key_parts
+from tl_attention.config.term_configs import splits_keys, stores_key_terms
 from tl_attention.kernels.backward.dq_before import BiasGradient, DqBefore, StepBefore
 from tl_attention.kernels.backward.key_tiles import KeyRowsMask, dq_pieces, piece_shape, scores_come_first
 from tl_attention.kernels.backward.load import key_step
@@ -32,13 +32,13 @@ class Launch:
     Args:
         counts: KeyTileCounts.
         tiles: where rows are in global memory.
-        shared: SharedTiles.
+        smem: SmemTiles.
         heads: query heads.
     """
 
     counts: Any
     tiles: Any
-    shared: Any
+    smem: Any
     options: OptionArguments
     softmax_scale: Any
     heads: Any
@@ -79,17 +79,17 @@ class KeyStep:
     ):
         self.key_pass, self.w, self.key, self.turn, self.first = key_pass, w, key, turn, first
         self.problem, self.config = problem, config = key_pass.problem, key_pass.config
-        self.tile, self.blocks, self.tiles, self.shared = tile, blocks, launch.tiles, launch.shared
+        self.tile, self.blocks, self.tiles, self.smem = tile, blocks, launch.tiles, launch.smem
         self.heads, self.softmax_scale = launch.heads, launch.softmax_scale
         self.scores, self.dropout, self.mask = elements.scores, elements.dropout, elements.mask
         self.scale_log2, self.products = elements.scale_log2, problem.products
         # Ring that the last GEMM of a step reads
-        self.last_read = launch.shared.Q if key_pass.makes_dk else launch.shared.dO
+        self.last_read = launch.smem.Q if key_pass.makes_dk else launch.smem.dO
         self.steps_before = 0 if problem.program is None else first  # steps of other tiles
         # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
         self.adds_learned_late = config.block_M == 128
 
-        block_M, reuse, parts = config.block_M, config.reuse_registers, problem.parts
+        block_M, reuse, terms = config.block_M, config.reuse_registers, problem.terms
         head_dim, head_dim_v, tile_shape = problem.head_dim, problem.head_dim_v, [64, config.block_M]
         sum_cols = sum_columns(problem, config)
         dk_cols, dv_cols = (sum_cols if key_pass.by_block else width for width in (head_dim, head_dim_v))
@@ -101,9 +101,9 @@ class KeyStep:
         self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
         # dS' [keys, queries]
         self.dS = self.P if key_pass.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
-        self.P_parts = (self.P_for_dv, *fp32.alloc_further_parts(tile_shape, parts))
-        further = self.P_parts[1:] if reuse else fp32.alloc_further_parts(tile_shape, parts)
-        self.dS_parts = (self.dS, *further)
+        self.P_terms = (self.P_for_dv, *fp32.alloc_further_terms(tile_shape, terms))
+        further = self.P_terms[1:] if reuse else fp32.alloc_further_terms(tile_shape, terms)
+        self.dS_terms = (self.dS, *further)
         acc_dk = T.alloc_fragment([64, dk_cols], "float32")
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         self.dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
@@ -116,18 +116,16 @@ class KeyStep:
         self.lse_log2 = T.alloc_fragment([block_M], "float32")
         self.before = StepBefore(config, counted=config.is_dynamic and key_pass.shares_dS, name="before")
         sends_dS = key_pass.shares_dS and problem.sends_dS
-        self.bias_gradient = BiasGradient(
-            sends_dS, self.scores.traced, launch.shared.dS, w, key, name="dbias"
-        )
+        self.bias_gradient = BiasGradient(sends_dS, self.scores.traced, launch.smem.dS, w, key, name="dbias")
         self.delta = T.alloc_fragment([block_M], "float32") if key_pass.reads_delta_ahead else None
         # Where this thread writes dS'
-        self.dS_address = T.alloc_var("int32", init=launch.shared.dS.address(w)) if config.order else None
+        self.dS_address = T.alloc_var("int32", init=launch.smem.dS.address(w)) if config.order else None
         self.dq = DqBefore(key_pass, w, acc_dq, last_dq, self.before, self.bias_gradient, first, launch)
 
     @property
     def P_operands(self) -> tuple:
         """Tiles of P' that dV is the product of."""
-        return (self.shared.P[self.w],) if self.key_pass.stages_P else self.P_parts
+        return (self.smem.P[self.w],) if self.key_pass.stages_P else self.P_terms
 
     def all_but(self, *products: str) -> Any:
         """Wait until at most the products of these names, which were issued last, are in flight."""
@@ -153,20 +151,20 @@ class KeyStep:
         ):  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
             fp32.clear((*(self.dq.acc_dq if late_dq else ()), self.acc_s))
         for other in tuple(range(config.warpgroups)) if late_dq else (self.w,):
-            self.shared.K.wait(key_step(config, self.turn, other))
+            self.smem.K.wait(key_step(config, self.turn, other))
         if splits_keys(self.problem, config.makes):
-            parts = self.tiles.k_parts(self.tile, self.key, 64)
-            split_tile(self.problem, self.w, self.shared.K, self.key_step, parts)
+            terms = self.tiles.k_terms(self.tile, self.key, 64)
+            split_tile(self.problem, self.w, self.smem.K, self.key_step, terms)
 
     @T.inline
     def take_values(self):
         """Wait for V, unless the first step does, and begin the sums of dK and dV."""
         if self.key_pass.makes_dk:
             if not self.waits_for_V_late:
-                self.shared.V.wait(self.key_step)
+                self.smem.V.wait(self.key_step)
             if splits_keys(self.problem, self.config.makes):
-                parts = self.tiles.v_parts(self.tile, self.key, 64)
-                split_tile(self.problem, self.w, self.shared.V, self.key_step, parts)
+                terms = self.tiles.v_terms(self.tile, self.key, 64)
+                split_tile(self.problem, self.w, self.smem.V, self.key_step, terms)
             fp32.clear(self.dk_chunks)
         if self.key_pass.makes_dv:
             fp32.clear(self.dv_chunks)
@@ -174,31 +172,31 @@ class KeyStep:
     @T.inline
     def finish(self, last):
         """Wait for the last products, release what the last step has read, and pass its dQ on."""
-        shared, config, key_pass = self.shared, self.config, self.key_pass
+        smem, config, key_pass = self.smem, self.config, self.key_pass
         T.wait_wgmma(0)
-        if stores_key_parts(self.problem, config.makes):
+        if stores_key_terms(self.problem, config.makes):
             wait_for_stores()
         if config.is_dynamic:
             self.last_read.release(last)
             if scores_come_first(self.problem, config) and not key_pass.dS_in_P:
-                shared.dO.release(last)
+                smem.dO.release(last)
             if key_pass.frees_V_early:
-                shared.V.release(self.key_step)
+                smem.V.release(self.key_step)
         if config.dq_apart or (config.is_dynamic and self.problem.is_fp32):
-            shared.K.release(self.key_step)
+            smem.K.release(self.key_step)
         if key_pass.makes_dq_late:
             self.dq.finish(last, self.turn)
 
     @T.inline
     def start_scores(self, step, head):
         """Issue S' = K Q', accumulated on the linear bias if there is one."""
-        shared = self.shared
+        smem = self.smem
         self.scores.start(self.tile.batch, head, self.scale_log2)
-        self.scores.begin(self.acc_s, shared.bias_columns)
+        self.scores.begin(self.acc_s, smem.bias_columns)
         fp32.multiply(
             self.products,
-            shared.K.parts_of(self.w),
-            shared.Q.parts_of(step),
+            smem.K.terms_of(self.w),
+            smem.Q.terms_of(step),
             self.acc_s,
             transpose_B=True,
             clear_accum=not self.config.has_linear_bias(self.problem),
@@ -211,7 +209,7 @@ class KeyStep:
         After the last step it may read a slot that is empty or being filled: nothing reads this S'.
         """
         if step + 1 < self.first + self.blocks.steps:
-            self.shared.Q.wait(step + 1)
+            self.smem.Q.wait(step + 1)
         next_head = T.min(self.blocks.next_head, self.heads - 1)
         self.start_scores(step + 1, next_head)
         self.add_learned()
@@ -226,7 +224,7 @@ class KeyStep:
     def finish_scores(self, step, begin):
         """Wait for S' and the last GEMM of the step before, after the loads that the exponentials need."""
         if self.key_pass.prefetches_lse:
-            self.shared.Q.read_row_values(step, 0, self.lse_log2)
+            self.smem.Q.read_row_values(step, 0, self.lse_log2)
         self.dropout.start()
         self.dropout.draw(self.tile.batch * self.heads + self.blocks.head, self.blocks.query, self.key)
         # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
@@ -239,18 +237,18 @@ class KeyStep:
         """Compute P' = exp2(S' - lse), in fp32 and as operands of dV and dK."""
         self.replace_scores(step)
         reuse, key_pass = self.config.reuse_registers, self.key_pass
-        if self.problem.parts > 1:
-            fp32.split_kept(self.acc_s, self.P_parts)
+        if self.problem.terms > 1:
+            fp32.split_kept(self.acc_s, self.P_terms)
         else:
             if key_pass.makes_dv and not (self.problem.is_sloped and key_pass.makes_dk):
                 T.copy(self.acc_s, self.P_for_dv)
             if reuse and (key_pass.separates_P or not key_pass.makes_dv):
                 T.copy(self.acc_s, self.P)
         if key_pass.makes_dv:
-            for n in indices(self.P_parts):
-                self.dropout.drop(self.P_parts[n])
+            for n in indices(self.P_terms):
+                self.dropout.drop(self.P_terms[n])
             if key_pass.stages_P:
-                share(self.w, (self.P_for_dv,), (self.shared.P[self.w],))
+                share(self.w, (self.P_for_dv,), (self.smem.P[self.w],))
 
     @T.inline
     def replace_scores(self, step):
@@ -269,7 +267,7 @@ class KeyStep:
             acc_s,
             lambda score, i, j: scores.exponent(
                 *(score, i, j, diagonal, self.scale_log2),
-                self.lse_log2[j] if prefetched else self.shared.Q.row_value(step, 0, j),
+                self.lse_log2[j] if prefetched else self.smem.Q.row_value(step, 0, j),
             ),
             P=P,
             sloped=scores.sloped if self.problem.is_sloped and key_pass.makes_dk else None,
@@ -280,15 +278,15 @@ class KeyStep:
     @T.inline
     def start_dp(self, step):
         """Issue dP' = V dO'."""
-        shared = self.shared
+        smem = self.smem
         if self.waits_for_V_late:
             if self.before.is_missing:
-                shared.V.wait(self.key_step)
-        shared.dO.wait(step)
+                smem.V.wait(self.key_step)
+        smem.dO.wait(step)
         fp32.multiply(
             self.products,
-            shared.V.parts_of(self.w),
-            shared.dO.parts_of(step),
+            smem.V.terms_of(self.w),
+            smem.dO.terms_of(step),
             self.acc_dp,
             transpose_B=True,
             clear_accum=True,
@@ -304,19 +302,17 @@ class KeyStep:
     def start_dv(self, step):
         """Issue dV += P' dO, if the pass makes dV."""
         if self.key_pass.makes_dv:
-            dO = self.shared.dO.parts_of(step)
+            dO = self.smem.dO.terms_of(step)
             fp32.multiply(self.products, self.P_operands.__getitem__, dO, self.dv_chunks[0])
 
     @T.inline
     def start_dk(self, step):
         """Issue dK += dS' Q."""
-        fp32.multiply(
-            self.products, self.dS_parts.__getitem__, self.shared.Q.parts_of(step), self.dk_chunks[0]
-        )
+        fp32.multiply(self.products, self.dS_terms.__getitem__, self.smem.Q.terms_of(step), self.dk_chunks[0])
 
     @T.inline
     def read_delta(self, step):
-        self.shared.Q.read_row_values(step, 1, self.delta)
+        self.smem.Q.read_row_values(step, 1, self.delta)
 
     @T.inline
     def drop_dp(self):
@@ -332,7 +328,7 @@ class KeyStep:
             self.P if self.config.reuse_registers else self.acc_s,
             self.acc_dp,
             lambda i, j: (
-                self.delta[j] if self.key_pass.reads_delta_ahead else self.shared.Q.row_value(step, 1, j)
+                self.delta[j] if self.key_pass.reads_delta_ahead else self.smem.Q.row_value(step, 1, j)
             ),
             self.dS,
         )
@@ -347,7 +343,7 @@ class KeyStep:
     def share_dS(self, step):
         """Write dS' to shared memory, if dQ is computed from there."""
         if self.key_pass.shares_dS:
-            dS = self.shared.dS
+            dS = self.smem.dS
             dS.wait_empty(step)
             dS.write(self.w, self.dS_address, step, self.dS)
             dS.announce(step)
@@ -357,44 +353,44 @@ class KeyStep:
     def compute_fp32_dS(self, step):
         """dS' = P' * (dP' - Delta) in fp32, in the registers of dP'."""
         self.drop_dp()
-        P = self.P_parts if self.config.reuse_registers else (self.acc_s,)
-        fp32.replace_dp(P, self.acc_dp, lambda j: self.shared.Q.row_value(step, 1, j))
+        P = self.P_terms if self.config.reuse_registers else (self.acc_s,)
+        fp32.replace_dp(P, self.acc_dp, lambda j: self.smem.Q.row_value(step, 1, j))
         if self.key_pass.adds_own_dq:
             self.scores.learn_dS(self.acc_dp, self.blocks, True)
 
     @T.inline
     def split_dS(self, step):
-        """Split dS' into bf16 parts."""
-        fp32.split_parts(self.acc_dp, self.dS_parts)
+        """Split dS' into bf16 terms."""
+        fp32.split_terms(self.acc_dp, self.dS_terms)
         self.fetch_next(step)
 
     def dv_jobs(self, step: Any) -> tuple:
         """Jobs of dV += P' dO, see products.Job."""
-        return fp32.jobs(self.dv_chunks, self.P_parts, self.shared.dO, step) if self.key_pass.makes_dv else ()
+        return fp32.jobs(self.dv_chunks, self.P_terms, self.smem.dO, step) if self.key_pass.makes_dv else ()
 
     def dk_jobs(self, step: Any) -> tuple:
         """Jobs of dK += dS' Q."""
-        return fp32.jobs(self.dk_chunks, self.dS_parts, self.shared.Q, step) if self.key_pass.makes_dk else ()
+        return fp32.jobs(self.dk_chunks, self.dS_terms, self.smem.Q, step) if self.key_pass.makes_dk else ()
 
     def dq_jobs(self) -> tuple:
-        """Jobs of dQ' = K' dS', after share_parts_of_dS()."""
+        """Jobs of dQ' = K' dS', after share_terms_of_dS()."""
         if not self.key_pass.adds_own_dq:
             return ()
         place = {"tile": self.tile, "head": self.blocks.head, "start": self.blocks.query}
         add_dq = functools.partial(self.tiles.add_dq, **place, factor=self.softmax_scale)
-        shared = self.shared
-        return fp32.transposed_jobs(self.problem.head_dim, shared.K, self.w, shared.dS[self.w], add_dq)
+        smem = self.smem
+        return fp32.transposed_jobs(self.problem.head_dim, smem.K, self.w, smem.dS[self.w], add_dq)
 
     @T.inline
-    def share_parts_of_dS(self):
-        """Write the parts of dS' to shared memory of the warpgroup, if it computes dQ of its keys."""
+    def share_terms_of_dS(self):
+        """Write the terms of dS' to shared memory of the warpgroup, if it computes dQ of its keys."""
         if self.key_pass.adds_own_dq:
-            share(self.w, self.dS_parts, self.shared.dS[self.w])
+            share(self.w, self.dS_terms, self.smem.dS[self.w])
 
     @T.inline
     def advance(self):
         """Go to the next query block."""
         if self.key_pass.shares_dS:
-            self.before.note(self.shared.dq.row_block(self.tiles, self.tile, self.blocks))
+            self.before.note(self.smem.dq.row_block(self.tiles, self.tile, self.blocks))
         self.bias_gradient.locate(self.blocks)
         self.scores.advance(self.mask, self.blocks)

@@ -16,26 +16,26 @@ from tl_attention.kernels.seams.softmax import indices
 from tl_attention.problem.attn_problem import AttnProblem
 
 
-def dk_tile(config: BwdPass, w: int, shared: Any) -> Any:
+def dk_tile(config: BwdPass, w: int, smem: Any) -> Any:
     """Shared tile through which dK is stored: that of K, or a separate one if the next keys are loaded meanwhile."""
-    return shared.dK[w] if config.is_dynamic else shared.K.tiles[w, :, :]
+    return smem.dK[w] if config.is_dynamic else smem.K.tiles[w, :, :]
 
 
-def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
+def dv_tile(problem: AttnProblem, config: BwdPass, w: int, smem: Any) -> Any:
     """Shared tile through which dV is stored."""
-    return shared.dV[w] if config.has_dv_tile(problem) else shared.dV[w, :, :]
+    return smem.dV[w] if config.has_dv_tile(problem) else smem.dV[w, :, :]
 
 
 def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
-    """Store a shared tile by TMA; with the schedule grid also wait until TMA has read it."""
+    """Store an smem tile by TMA; with the schedule grid also wait until TMA has read it."""
     if not config.is_dynamic:
         return T.copy(tile, place)
     return T.tma_copy(tile, place, eviction_policy=key_policy(problem, config))
 
 
 def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
-    """True if the CTA has a part of the tile's gradients."""
-    return tiles.shared_number(tile) >= 0 if config.is_split else counts.parts > 1
+    """True if the CTA has partial gradients of the tile."""
+    return tiles.shared_number(tile) >= 0 if config.is_stream_k else counts.sharers > 1
 
 
 @T.macro
@@ -49,9 +49,9 @@ def store_gradients(
     dk_chunks,
     dv_chunks,
 ):
-    """Scale dK and dV, and store them through shared tiles, in fp32 from registers.
+    """Scale dK and dV, and store them through smem tiles, in fp32 from registers.
 
-    They are stored as parts if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
+    They are stored as partials if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
@@ -61,7 +61,7 @@ def store_gradients(
         key_pass.makes_dk,
         key_pass.makes_dv,
     )
-    counts, tiles, shared = launch.counts, launch.tiles, launch.shared
+    counts, tiles, smem = launch.counts, launch.tiles, launch.smem
     # TileLang 0.1.15 names the kernel argument after the variable that was bound to it last
     softmax_scale = launch.softmax_scale
     if makes_dk:
@@ -70,35 +70,35 @@ def store_gradients(
         for n in indices(dv_chunks):
             dropout.scale_kept(dv_chunks[n])
     if problem.is_fp32 and not problem.has("varlen"):
-        if counts.parts == 1:
+        if counts.sharers == 1:
             if makes_dk:
                 store_columns(tiles.dK, tile, key, dk_chunks)
             if makes_dv:
                 store_columns(tiles.dV, tile, key, dv_chunks)
         else:
-            store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
+            store_partials(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     elif problem.is_fp32 or problem.has("partial") or is_shared(config, counts, tile, tiles):
-        store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
+        store_partials(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     else:
         if config.has_dv_tile(problem):  # gradients of the previous tile have been stored
             wait_for_stores()
             sync_warpgroup(w)
         if makes_dk:
-            T.copy(dk_chunks[0], dk_tile(config, w, shared))
+            T.copy(dk_chunks[0], dk_tile(config, w, smem))
         if makes_dv:
-            T.copy(dv_chunks[0], dv_tile(problem, config, w, shared))
+            T.copy(dv_chunks[0], dv_tile(problem, config, w, smem))
         T.fence_proxy_async()
         sync_warpgroup(w)
         if makes_dk:
-            send(problem, config, dk_tile(config, w, shared), tiles.dk(tile, key, 64))
+            send(problem, config, dk_tile(config, w, smem), tiles.dk(tile, key, 64))
         if makes_dv:
-            send(problem, config, dv_tile(problem, config, w, shared), tiles.dv(tile, key, 64))
+            send(problem, config, dv_tile(problem, config, w, smem), tiles.dv(tile, key, 64))
 
 
 @T.macro
-def store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
-    """Store fp32 parts, which sum.py adds."""
+def store_partials(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
+    """Store fp32 partials, which sum.py adds."""
     if makes_dk:
-        tiles.dK_parts.store(dk_chunks, tiles.dk_row_block(tiles.dK_parts, tile, key))
+        tiles.dK_partials.store(dk_chunks, tiles.dk_row_block(tiles.dK_partials, tile, key))
     if makes_dv:
-        tiles.dV_parts.store(dv_chunks, tiles.dk_row_block(tiles.dV_parts, tile, key))
+        tiles.dV_partials.store(dv_chunks, tiles.dk_row_block(tiles.dV_partials, tile, key))

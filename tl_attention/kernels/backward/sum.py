@@ -1,4 +1,4 @@
-"""Kernel after a backward: converts fp32 sums to a gradient in the input dtype, adding up the parts of several CTAs."""
+"""Kernel after a backward: converts fp32 sums to a gradient in the input dtype, adding up the partials of several CTAs."""
 
 import tilelang.language as T
 
@@ -11,13 +11,13 @@ PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": 
 
 
 def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
-    """Build the kernel that computes Gradient = scale * sum of the parts, added in a fixed order.
+    """Build the kernel that computes Gradient = scale * sum of the partials, added in a fixed order.
 
     Kernel arguments:
-        Parts: fp32 FragmentBlocks of the matrices [parts, batch, heads], width columns each.
+        Parts: partials, fp32 FragmentBlocks of the matrices [parts, batch, heads], width columns each.
         Gradient: [batch, seqlen, heads, columns <= width], any strides but the last, which is 1.
         scale: fp32.
-        parts: int32.
+        parts: int32, number of partials.
         row_blocks: int32, blocks of 16 rows per matrix; at least seqlen rounded up to config.rows.
 
     For packed sequences the matrices are [parts, heads] and hold every sequence padded to whole blocks:
@@ -25,7 +25,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         of_keys: int32, 1 for the gradient of K or V, 0 for that of Q.
         Table: int32 [entries, 8], the tile table of blocks of TABLE_ROWS keys or queries.
 
-    With config.shared the matrices are as tiles.SplitGradTiles has them:
+    With config.shared the matrices are as tiles.StreamKGradTiles has them:
         n_blocks: int32, key tiles per head.
         whole: int32, number of the first shared tile.
     """
@@ -35,7 +35,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         "batch, heads, seqlen, columns, total_row_blocks"
     )
     entries = T.dynamic("entries")
-    parts_view = FragmentBlocks.argument(total_row_blocks, width)
+    partials_view = FragmentBlocks.argument(total_row_blocks, width)
     gradient_view = rows_argument(problem, "gradient", batch, seqlen, heads, columns, operand="dq")
     of_keys_type = T.int32 if varlen else False  # False makes no argument
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
@@ -44,7 +44,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
     shared_type = T.int32 if config.shared else False
 
     @T.macro
-    def add_parts(blocks, part_row_block, parts, scale, Gradient_shared):
+    def add_partials(blocks, part_row_block, parts, scale, Gradient_shared):
         """Gradient_shared [rows, width] = scale * sum over p of the rows from part_row_block(p) on."""
         total = T.alloc_fragment([rows // 16, width // 8, 32, 4], "float32")
         T.clear(total)
@@ -60,7 +60,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
 
     @T.prim_func
     def flash_bwd_sum_kernel(
-        Parts: parts_view,
+        Parts: partials_view,
         Gradient: gradient_view,
         scale: T.float32,
         parts: T.int32,
@@ -84,7 +84,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
                 tile = T.alloc_var("int32", init=whole + block)
                 of_head = T.alloc_var("int32", init=T.truncdiv(whole + block, n_blocks))
                 first = (n_blocks - 1 - T.truncmod(tile, n_blocks)) * (row_blocks * 16) + row * rows
-                add_parts(
+                add_partials(
                     blocks,
                     lambda p: blocks.row_block(block * parts + p, row * rows),
                     parts,
@@ -103,7 +103,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
                     length = T.if_then_else(of_keys != 0, tile.len_k[0], tile.len_q[0])
                     padded = T.if_then_else(of_keys != 0, tile.padded_k[0], tile.padded_q[0])
                     if first < length:
-                        add_parts(
+                        add_partials(
                             blocks,
                             lambda p: blocks.row_block(row, padded + first) + p * (heads * row_blocks),
                             parts,
@@ -115,7 +115,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
                 head = T.alloc_var("int32", init=T.truncmod(row, heads))
                 b = T.alloc_var("int32", init=T.truncdiv(row, heads))
                 first = T.alloc_var("int32", init=block * rows)
-                add_parts(
+                add_partials(
                     blocks,
                     lambda p: blocks.row_block(p * (batch * heads) + row, first),
                     parts,

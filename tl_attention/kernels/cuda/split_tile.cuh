@@ -1,5 +1,5 @@
-// Split of an fp32 tile into its bf16 parts, in shared memory.
-// Columns lie in chunks of 128 bytes with 128-byte swizzle: 32 fp32 numbers, or 64 of a part. A warp reads and writes the same bytes, those
+// Split of an fp32 tile into its bf16 terms, in shared memory.
+// Columns lie in chunks of 128 bytes with 128-byte swizzle: 32 fp32 numbers, or 64 of a term. A warp reads and writes the same bytes, those
 // of its own rows, four at a time. Eight lanes access 128 bytes of different banks: four those of row r, four those of row r ^ 5.
 #pragma once
 

@@ -1,4 +1,4 @@
-// A zero that nvcc cannot fold, see TileRing.part.
+// A zero that nvcc cannot fold, see TileRing.term.
 #pragma once
 
 static __device__ __forceinline__ int tl_attention_zero() {

@@ -1,7 +1,7 @@
-"""Merge of the parts that several CTAs of a decode computed of a work item (Flash-Decoding, Dao et al. 2023).
+"""Merge of the partials that several CTAs of a decode computed of a work item (Flash-Decoding, Dao et al. 2023).
 
-O = sum over parts s of 2^(lse_s - lse) O_s with lse = log2(sum over s of 2^lse_s + 2^sink). The order of the parts is fixed, so
-the result is deterministic. An online softmax over the parts reads each of them once.
+O = sum over partials s of 2^(lse_s - lse) O_s with lse = log2(sum over s of 2^lse_s + 2^sink). The order of the partials is fixed, so
+the result is deterministic. An online softmax over the partials reads each of them once.
 """
 
 import tilelang.language as T
@@ -19,13 +19,13 @@ PASS_CONFIGS = {
 
 
 def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimFunc:
-    """Kernel that runs after kernel.py and merges its parts; its arguments are those of flash_decode with the same names.
+    """Kernel that runs after kernel.py and merges its partials; its arguments are those of flash_decode with the same names.
 
-    Nothing is written for an entry of Merges with fewer than two parts. A CTA merges `config.rows` rows
+    Nothing is written for an entry of Merges with fewer than two partials. A CTA merges `config.rows` rows
     of one warpgroup's 64.
 
     Args:
-        problem: its head_dim_v is the number of columns of a part; its options are a sink or none.
+        problem: its head_dim_v is the number of columns of a partial; its options are a sink or none.
     """
     dtype, columns, rows = problem.dtype, problem.head_dim_v, config.rows
     divides_columns = config.divides_columns
@@ -56,7 +56,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
             block_sum = T.alloc_fragment([rows], "float32")
             scales_shared = T.alloc_shared([rows], "float32")
             total = T.alloc_fragment([rows, columns], "float32")
-            loaded = alloc_fragments([[rows, columns]] * at_once, "float32")  # O of at_once parts
+            loaded = alloc_fragments([[rows, columns]] * at_once, "float32")  # O of at_once partials
             row_queries = T.alloc_shared([rows], "int32")
             row_heads = T.alloc_shared([rows], "int32")
 
@@ -91,7 +91,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                         row_max[i] = T.max(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E, LOWEST)
                         row_sum[i] = T.exp2(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E - row_max[i])
                 for s in T.serial(T.ceildiv(parts, at_once)):
-                    # Indices of parts and rows are clamped to the last, so that no load depends on a condition
+                    # Indices of partials and rows are clamped to the last, so that no load depends on a condition
                     for u in loads:
                         for i, j in T.Parallel(rows, columns):
                             loaded[u][i, j] = O_parts[

@@ -5,7 +5,7 @@ tile (packed GQA). Persistent CTAs share the key blocks of all sequences and key
 over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA,
 with or without pages; each consumer warpgroup computes 64 rows by online softmax.
 
-If several CTAs share an item, each writes a part, O and lse in fp32, and combine.py merges the parts. Merging in the last CTA
+If several CTAs share an item, each writes a partial, O and lse in fp32, and combine.py merges the partials. Merging in the last CTA
 that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
 """
 
@@ -110,7 +110,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         O_parts: float32 [slots, warpgroups, rows, columns]. Slots: CTAs + items, or with split_rule != 0 all splits.
         Lse_parts: float32 [slots, warpgroups, rows], base 2.
         Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for combine.py. One entry per CTA, for the
-            item whose part 0 it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
+            item whose first partial it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
         heads_per_kv, m_blocks: query heads per key head, query tiles per key head.
         split_rule: see work.py.
         left, .., Sink: attn_problem.DECODE_ARGUMENTS. The window is always on.
@@ -158,46 +158,46 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         return slice(first, first + columns)
 
     @T.macro
-    def load(cta, K, V, ranges, pages, sizes, shared):
+    def load(cta, K, V, ranges, pages, sizes, smem):
         """Producer warp: post the segments of this CTA and load their key blocks."""
         work = WorkShare(ranges, sizes)
         work.start(cta)
         lookup = PageLookup(pages, config.page_rows) if config.page_rows else None
         turn = T.alloc_var("int32", init=0)  # segments so far
-        loader = KeyLoader(problem, config, ranges, pages, lookup, K, V, shared.K, shared.V)
+        loader = KeyLoader(problem, config, ranges, pages, lookup, K, V, smem.K, smem.V)
         while work.has_next:
             work.next_segment()
-            shared.segments.post(turn, work)
+            smem.segments.post(turn, work)
             turn += 1
             loader.start_segment(work)
             for i in rolled(work.steps[0]):
                 loader.load(i, work)
         work.steps[0] = 0
-        shared.segments.post(turn, work)
+        smem.segments.post(turn, work)
 
     @T.macro
-    def gather_queries(w, Q, b, sign, shared):
+    def gather_queries(w, Q, b, sign, smem):
         """Load the rows of the query tile from their heads, times sign, to shared memory."""
-        rows = shared.rows
+        rows = smem.rows
         Q_rows = T.alloc_fragment([64, gathered], dtype_of("q"))
         for c in T.serial(head_dim // gathered):
             # All loads go to registers first: a load cannot move ahead of a store to shared memory, and each has the latency of memory
             for i, j in T.Parallel(64, gathered):
                 Q_rows[i, j] = Q[b, rows.queries[w, i], rows.heads[w, i], c * gathered + j]
             for i, j in T.Parallel(64, gathered):
-                shared.Q[query_tile(w), i, c * gathered + j] = T.cast(
+                smem.Q[query_tile(w), i, c * gathered + j] = T.cast(
                     T.cast(Q_rows[i, j], "float32") * sign, dtype_of("q")
                 )
         T.fence_proxy_async()
 
     @T.macro
-    def start_qk(me, shared, ahead=0):
+    def start_qk(me, smem, ahead=0):
         """S = Q K^T of the key block `ahead` of the current one, asynchronously."""
         # Without a variable for step + ahead: with one nvcc made 977 instead of 972 instructions per segment (d128, softcap)
-        shared.K.wait(me.segment.step[0] + ahead)
+        smem.K.wait(me.segment.step[0] + ahead)
         T.wgmma_gemm(
-            shared.Q[query_tile(me.w), :, :],
-            shared.K[me.segment.step[0] + ahead],
+            smem.Q[query_tile(me.w), :, :],
+            smem.K[me.segment.step[0] + ahead],
             me.acc_s,
             transpose_B=True,
             policy=row_wise,
@@ -205,14 +205,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         )
 
     @T.macro
-    def start_pv(me, shared):
+    def start_pv(me, smem):
         """O += P V of the current key block, asynchronously."""
         if v_in_k:
-            K_slot = me.segment.step[0] % shared.K.slots
-            T.wgmma_gemm(me.P, shared.K.tiles[K_slot, :, own_columns(me.w)], me.acc_o, policy=row_wise)
+            K_slot = me.segment.step[0] % smem.K.slots
+            T.wgmma_gemm(me.P, smem.K.tiles[K_slot, :, own_columns(me.w)], me.acc_o, policy=row_wise)
         else:
-            shared.V.wait(me.segment.step[0])
-            T.wgmma_gemm(me.P, shared.V[me.segment.step[0]], me.acc_o, policy=row_wise)
+            smem.V.wait(me.segment.step[0])
+            T.wgmma_gemm(me.P, smem.V[me.segment.step[0]], me.acc_o, policy=row_wise)
 
     @T.macro
     def weigh(me, first_key, length, rows, arguments):
@@ -246,59 +246,59 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         me.softmax.update(acc_s)
 
     @T.macro
-    def attend_overlapped(me, shared, arguments):
+    def attend_overlapped(me, smem, arguments):
         """Compute O, row max and row sum of a segment; S of each key block overlaps with PV of the previous block."""
         segment = me.segment
-        start_qk(me, shared)
+        start_qk(me, smem)
         T.wait_wgmma(0)
-        shared.K.release(segment.step[0])
-        weigh(me, segment.start_block[0] * block_N, segment.length[0], shared.rows, arguments)
+        smem.K.release(segment.step[0])
+        weigh(me, segment.start_block[0] * block_N, segment.length[0], smem.rows, arguments)
         T.copy(me.acc_s, me.P)
         T.clear(me.acc_o)
         for i in rolled(segment.steps[0] - 1):
-            start_qk(me, shared, ahead=1)
-            start_pv(me, shared)
+            start_qk(me, smem, ahead=1)
+            start_pv(me, smem)
             T.wait_wgmma(1)  # S is complete
-            shared.K.release(segment.step[0] + 1)
+            smem.K.release(segment.step[0] + 1)
             first_key = (segment.start_block[0] + 1 + i) * block_N
-            weigh(me, first_key, segment.length[0], shared.rows, arguments)
+            weigh(me, first_key, segment.length[0], smem.rows, arguments)
             T.wait_wgmma(0)  # O is complete, and P free
-            shared.V.release(segment.step[0])
+            smem.V.release(segment.step[0])
             T.copy(me.acc_s, me.P)
             me.softmax.rescale((me.acc_o,))
             segment.step[0] += 1
-        start_pv(me, shared)
+        start_pv(me, smem)
         T.wait_wgmma(0)
-        shared.V.release(segment.step[0])
+        smem.V.release(segment.step[0])
         segment.step[0] += 1
 
     @T.macro
-    def attend(me, shared, arguments):
+    def attend(me, smem, arguments):
         """Compute O, row max and row sum of a segment."""
         segment = me.segment
         T.clear(me.acc_o)
         for i in rolled(segment.steps[0]):
-            start_qk(me, shared)
+            start_qk(me, smem)
             T.wait_wgmma(0)
             if not v_in_k:
-                shared.K.release(segment.step[0])
+                smem.K.release(segment.step[0])
             first_key = (segment.start_block[0] + i) * block_N
-            weigh(me, first_key, segment.length[0], shared.rows, arguments)
+            weigh(me, first_key, segment.length[0], smem.rows, arguments)
             T.copy(me.acc_s, me.P)
             me.softmax.rescale((me.acc_o,))
-            start_pv(me, shared)
+            start_pv(me, smem)
             T.wait_wgmma(0)
             if v_in_k:
-                shared.K.release(segment.step[0])
+                smem.K.release(segment.step[0])
             else:
-                shared.V.release(segment.step[0])
+                smem.V.release(segment.step[0])
             segment.step[0] += 1
 
     @T.macro
     def add_sink(me, lse, sink_lse, sinks):
         """Add the sink to the row sum: lse = log2(2^lse + 2^sink), and scale O accordingly.
 
-        OnlineSoftmax.finish(sink=) is not used: it takes one sink per tile, and a part must not contain the sink.
+        OnlineSoftmax.finish(sink=) is not used: it takes one sink per tile, and a partial must not contain the sink.
         """
         for i in T.Parallel(64):
             sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
@@ -334,8 +334,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 arguments.O[segment.b[0], query, head, column] = me.acc_o[i, j]
 
     @T.macro
-    def store_part(me, lse, arguments):
-        """Write a part, for combine.py."""
+    def store_partial(me, lse, arguments):
+        """Write a partial, for combine.py."""
         segment = me.segment
         slot = T.alloc_var("int32", init=segment.field("first_slot") + segment.field("part"))
         for i in T.Parallel(64):
@@ -346,18 +346,18 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 arguments.O_parts[slot, me.w, i, j] = me.acc_o[i, j]
 
     @T.macro
-    def consume(w, cta, shared, arguments):
+    def consume(w, cta, smem, arguments):
         """Consumer warpgroup w: attention of its rows to each segment."""
         acc_s = T.alloc_fragment([64, block_N], "float32")
         P = T.alloc_fragment([64, block_N], dtype_of("p"))
         acc_o = T.alloc_fragment([64, columns], "float32")
         lse = T.alloc_fragment([64], "float32")  # base 2
         sink_lse = T.alloc_fragment([64], "float32")
-        rows = shared.rows
+        rows = smem.rows
         scores = Scores(problem, arguments.options, arguments.softmax_scale)
         raw_scale = T.max(T.abs(arguments.softmax_scale) * LOG2E, SMALLEST_SCALE)
         softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2)
-        segment = Segment(shared.segments)
+        segment = Segment(smem.segments)
         me = Consumer(w, segment, acc_s, P, acc_o, scores, softmax)
         sign = T.alloc_var("float32", init=1.0)
         if scores.raw:  # the row max is a maximum of raw scores, so a negative scale becomes -Q and |scale|
@@ -372,14 +372,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             segment.read(query_tile(w), config.block_M, seqlen_q * arguments.heads_per_kv)
             sync_query_tile(w)  # all have read the previous query tile
             rows.fill(w, segment, seqlen_q, arguments.heads_per_kv, arguments.options)
-            gather_queries(w, arguments.Q, segment.b[0], sign, shared)
+            gather_queries(w, arguments.Q, segment.b[0], sign, smem)
             sync_query_tile(w)
 
             softmax.reset()
             if overlaps:
-                attend_overlapped(me, shared, arguments)
+                attend_overlapped(me, smem, arguments)
             else:
-                attend(me, shared, arguments)
+                attend(me, smem, arguments)
             softmax.finish(lse, 1.0)
             softmax.scale_rows((acc_o,))
 
@@ -388,7 +388,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     add_sink(me, lse, sink_lse, rows.sinks)
                 store_result(me, lse, rows, arguments)
             else:
-                store_part(me, lse, arguments)
+                store_partial(me, lse, arguments)
             if w == 0:
                 if (segment.field("entry") >= 0) & (T.get_thread_binding() == 0):
                     for number, name in enumerate(MERGE_FIELDS):
@@ -447,7 +447,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             )
             segments = SegmentBox(consumer_warps)
             rows = RowTables(problem, config.warpgroups)
-            shared = DecodeTiles(Q_shared, K_ring, V_ring, segments, rows)
+            smem = DecodeTiles(Q_shared, K_ring, V_ring, segments, rows)
             ranges = KeyRanges(Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity)
             pages = CachePages(Table, page_size, num_pages, stride_k, stride_v)
             sizes = WorkSizes(
@@ -457,8 +457,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 Q, O, Lse, O_parts, Lse_parts, Merges, softmax_scale, lse_unit, heads_per_kv, split_rule, options
             )  # fmt: skip
             roles.run(
-                lambda: load(cta, K, V, ranges, pages, sizes, shared),
-                lambda w: consume(w, cta, shared, arguments),
+                lambda: load(cta, K, V, ranges, pages, sizes, smem),
+                lambda w: consume(w, cta, smem, arguments),
             )
 
     return flash_decode_kernel

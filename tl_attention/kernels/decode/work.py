@@ -126,9 +126,9 @@ class WorkShare:
         self.m_block = int_var()  # query tile
         self.start_block = int_var()
         self.steps = int_var()  # key blocks
-        self.parts = int_var()  # segments of the item
+        self.parts = int_var()  # segments of the item, each with a partial
         self.part = int_var()  # number of the segment in the item
-        self.first_slot = int_var()  # slot in O_parts and Lse_parts of the item's part 0
+        self.first_slot = int_var()  # slot in O_parts and Lse_parts of the item's first partial
         self.entry = int_var()  # entry in Merges that this segment writes; -1: none
 
     @T.inline

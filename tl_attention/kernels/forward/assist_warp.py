@@ -37,7 +37,7 @@ def loop_over(config: FwdConfig, first: int, steps: Any) -> Any:
 def load_values(followed, first_step, tile, blocks):
     launch = followed.launch
     for step in loop_over(followed.config, 0, blocks.steps):
-        launch.tiles.load_v(launch.shared.V, first_step + step, tile, blocks, step)
+        launch.tiles.load_v(launch.smem.V, first_step + step, tile, blocks, step)
 
 
 @T.macro
@@ -48,7 +48,7 @@ def produce_values(followed):
     mask = Mask.of(followed.problem, followed.launch.options, tile, *followed.lengths)
     blocks = KeyBlocks(mask, config.block_M, config.block_N, config.split, overlap=config.hold_max)
     if config.schedule != "grid":
-        followed.launch.shared.tile_box.each_posted(
+        followed.launch.smem.tile_box.each_posted(
             tile, blocks, lambda _, first_step: load_values(followed, first_step, tile, blocks)
         )
     else:

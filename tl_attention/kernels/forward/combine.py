@@ -1,4 +1,4 @@
-"""Kernel after a split forward: merges the parts of O and Lse, always in the same order.
+"""Kernel after a split forward: merges the partials of O and Lse, always in the same order.
 
 Lse = log2 of the sum over s of 2^lse_s, and O = sum over s of 2^(lse_s - Lse) * O_s, for splits s of the keys.
 """
@@ -16,7 +16,7 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,
     "tl.disable_safe_memory_legalize": True,  # bounds checks would make each load wait for the previous one
 }
-AT_ONCE = 8  # parts in flight together
+AT_ONCE = 8  # partials in flight together
 
 
 def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
@@ -29,12 +29,12 @@ def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials).
         lse_unit: fp32.
 
-    A row whose parts are all -inf gets O = 0 and Lse = -inf.
+    A row whose partials are all -inf gets O = 0 and Lse = -inf.
     """
     dtype, width, rows = problem.dtype_of("o"), problem.head_dim, config.rows
     splits, batch, heads, seqlen_q, columns = T.dynamic("splits, batch, heads, seqlen_q, columns")
-    o_parts_view = T.Tensor([splits, batch, heads, seqlen_q, width], "float32")
-    lse_parts_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
+    o_partials_view = T.Tensor([splits, batch, heads, seqlen_q, width], "float32")
+    lse_partials_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
     o_view = strided("o", [batch, seqlen_q, heads, columns], dtype)
     lse_view = T.Tensor([batch, heads, seqlen_q], "float32")
 
@@ -42,7 +42,7 @@ def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
 
     @T.prim_func
     def flash_fwd_combine_kernel(
-        O_parts: o_parts_view, Lse_parts: lse_parts_view, O: o_view, Lse: lse_view, lse_unit: T.float32
+        O_parts: o_partials_view, Lse_parts: lse_partials_view, O: o_view, Lse: lse_view, lse_unit: T.float32
     ):
         # One grid dimension, as the others are limited to 2^16
         with T.Kernel(T.ceildiv(seqlen_q, rows) * heads * batch, threads=config.threads) as number:

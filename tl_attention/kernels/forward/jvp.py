@@ -26,7 +26,7 @@ from tl_attention.kernels.seams.softmax import (
     TangentSums,
     rows_layout,
 )
-from tl_attention.kernels.sources.tiles import DenseTiles, SharedTiles, strided
+from tl_attention.kernels.sources.tiles import DenseTiles, SmemTiles, strided
 from tl_attention.problem.attn_problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -69,21 +69,21 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     lse_view, tlse_view = (T.Tensor([batch, heads, seqlen_q], "float32") for _ in range(2))
 
     @T.macro
-    def produce(number, order, tiles, t_tiles, shared, t_shared):
+    def produce(number, order, tiles, t_tiles, smem, t_smem):
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
         query = tile.m_block * block_M
         blocks.start(query)
         for w in warpgroups:
-            shared.Q.fill(w, tiles.q(tile, query + 64 * w, 64))
-            t_shared.Q.fill(w, t_tiles.q(tile, query + 64 * w, 64))
+            smem.Q.fill(w, tiles.q(tile, query + 64 * w, 64))
+            t_smem.Q.fill(w, t_tiles.q(tile, query + 64 * w, 64))
         for step in T.serial(blocks.steps):
             key = blocks.first_key(step)
-            shared.K.fill(step, tiles.k(tile, key, block_N))
-            t_shared.K.fill(step, t_tiles.k(tile, key, block_N))
-            shared.V.fill(step, tiles.v(tile, key, block_N))
-            t_shared.V.fill(step, t_tiles.v(tile, key, block_N))
+            smem.K.fill(step, tiles.k(tile, key, block_N))
+            t_smem.K.fill(step, t_tiles.k(tile, key, block_N))
+            smem.V.fill(step, tiles.v(tile, key, block_N))
+            t_smem.V.fill(step, t_tiles.v(tile, key, block_N))
 
     @T.macro
     def store(w, acc_o, O_shared, tiles, tile, query):
@@ -94,7 +94,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         T.tma_copy(O_shared, tiles.o(tile, query, 64))
 
     @T.macro
-    def attend(w, number, order, tiles, t_tiles, shared, t_shared, softmax_scale, lse_unit):
+    def attend(w, number, order, tiles, t_tiles, smem, t_smem, softmax_scale, lse_unit):
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S, then P
@@ -115,11 +115,11 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         softmax.reset()
         sums.reset()
 
-        shared.Q.wait(w)
-        t_shared.Q.wait(w)
+        smem.Q.wait(w)
+        t_smem.Q.wait(w)
         if softmax_scale < 0:  # -Q, -tQ and |scale|: the row max is a maximum of raw scores
-            shared.Q.negate(w)
-            t_shared.Q.negate(w)
+            smem.Q.negate(w)
+            t_smem.Q.negate(w)
             T.fence_proxy_async()
             sync_warpgroup(w)
         T.clear(acc_o)
@@ -127,12 +127,12 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
 
         for step in T.serial(blocks.steps):
             # S = Q Kᵀ and tS = tQ Kᵀ + Q tKᵀ
-            shared.K.wait(step)
+            smem.K.wait(step)
             turns.wait(w)
-            T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, clear_accum=True, **q_kt)
-            t_shared.K.wait(step)
-            T.wgmma_gemm(t_shared.Q[w], shared.K[step], acc_ts, clear_accum=True, **q_kt)
-            T.wgmma_gemm(shared.Q[w], t_shared.K[step], acc_ts, **q_kt)
+            T.wgmma_gemm(smem.Q[w], smem.K[step], acc_s, clear_accum=True, **q_kt)
+            t_smem.K.wait(step)
+            T.wgmma_gemm(t_smem.Q[w], smem.K[step], acc_ts, clear_accum=True, **q_kt)
+            T.wgmma_gemm(smem.Q[w], t_smem.K[step], acc_ts, **q_kt)
             turns.pass_on(w)
 
             # Softmax, beside tS
@@ -143,22 +143,22 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
             softmax.rescale((acc_o,))
             softmax.rescale((acc_to,))
             T.wait_wgmma(0)
-            shared.K.release(step)
-            t_shared.K.release(step)
+            smem.K.release(step)
+            t_smem.K.release(step)
 
             # O += P V and tO += P tV, beside H
-            shared.V.wait(step)
-            T.wgmma_gemm(P, shared.V[step], acc_o, policy=row_wise)
-            t_shared.V.wait(step)
-            T.wgmma_gemm(P, t_shared.V[step], acc_to, policy=row_wise)
+            smem.V.wait(step)
+            T.wgmma_gemm(P, smem.V[step], acc_o, policy=row_wise)
+            t_smem.V.wait(step)
+            T.wgmma_gemm(P, t_smem.V[step], acc_to, policy=row_wise)
             if step == 0:
                 sums.find_center(acc_s, acc_ts)
             sums.update(acc_s, acc_ts)
             T.copy(acc_ts, H)
-            T.wgmma_gemm(H, shared.V[step], acc_to, policy=row_wise)
+            T.wgmma_gemm(H, smem.V[step], acc_to, policy=row_wise)
             T.wait_wgmma(0)
-            shared.V.release(step)
-            t_shared.V.release(step)
+            smem.V.release(step)
+            t_smem.V.release(step)
 
         tile.locate(number)  # again, instead of held in registers
         query = tile.m_block * block_M + 64 * w
@@ -167,13 +167,13 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         sums.finish(acc_to, acc_o, lse_unit)
         store_per_row(lse, tiles, tile, query)
         store_per_row(sums.mean, t_tiles, tile, query)
-        store(w, acc_o, shared.Q[w], tiles, tile, query)
-        store(w, acc_to, t_shared.Q[w], t_tiles, tile, query)
+        store(w, acc_o, smem.Q[w], tiles, tile, query)
+        store(w, acc_to, t_smem.Q[w], t_tiles, tile, query)
         wait_for_stores()
 
-    def rings(tangent: str = "") -> SharedTiles:
+    def rings(tangent: str = "") -> SmemTiles:
         """Shared memory for Q, K and V, or for their tangents: Q for one tile, K and V for KV_STAGES steps."""
-        return SharedTiles(
+        return SmemTiles(
             Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name=f"{tangent}Q"),
             K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name=f"{tangent}K"),
             V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name=f"{tangent}V"),
@@ -199,12 +199,12 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as number:
-            shared, t_shared = rings(), rings("t")
+            smem, t_smem = rings(), rings("t")
             tiles = DenseTiles(Q, K, V, O, Lse, head_dim, head_dim_v)
             t_tiles = DenseTiles(tQ, tK, tV, tO, tLse, head_dim, head_dim_v)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             order = TileOrder.of_queries(counts, problem.causal, heads, heads * batch)
-            work = number, order, tiles, t_tiles, shared, t_shared
+            work = number, order, tiles, t_tiles, smem, t_smem
             roles.run(lambda: produce(*work), lambda w: attend(w, *work, softmax_scale, lse_unit))
 
     return flash_fwd_jvp_kernel

@@ -20,14 +20,14 @@ import tilelang.language as T
 
 from tl_attention.config import query_tiles
 from tl_attention.config.kernel_configs import FwdConfig
-from tl_attention.config.part_configs import MAKERS
+from tl_attention.config.term_configs import MAKERS
 from tl_attention.kernels.cuda import source
 from tl_attention.kernels.forward import assist_warp
 from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.forward.query_slots import QuerySlots
 from tl_attention.kernels.forward.results import Results, results_of, store_code
 from tl_attention.kernels.forward.row_max import RowMax
-from tl_attention.kernels.fp32.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.scores.mask import LAST_BLOCK, Mask
@@ -39,14 +39,14 @@ from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
-from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_P
+from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_terms, multiply, round_P
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
 from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.pages import page_arguments, paged_loads
 from tl_attention.kernels.sources.shared_tiles import PIECES, PieceArguments, SharedPieces, stream_of
-from tl_attention.kernels.sources.tiles import DenseTiles, SharedTiles, input_arguments
+from tl_attention.kernels.sources.tiles import DenseTiles, SmemTiles, input_arguments
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -57,7 +57,7 @@ class Launch:
     """Arguments and shared memory of a CTA, for all its tiles. lse_unit: of flash_fwd()."""
 
     tiles: DenseTiles
-    shared: SharedTiles
+    smem: SmemTiles
     options: OptionArguments
     softmax_scale: Any
     lse_unit: Any
@@ -69,33 +69,33 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     Args of the kernel:
         Q, K, V, O: views [batch, seqlen, heads, columns] with at most as many columns as the problem's tile widths, and not empty, as
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
-            fp32: K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; Q as in split_tile.py; O is fp32.
+            fp32: K, V are bf16 terms, [batch, seqlen, heads, terms * width], from terms.py; Q as in split_tile.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
-        Tickets: int32 [2], zeros before and after the kernel; with the schedule shared [sms], 2 + ctas or more, see shared_tiles.py.
+        Tickets: int32 [2], zeros before and after the kernel; with the schedule stream-K [sms], 2 + ctas or more, see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
     Then, each group where the problem or the config asks for it, the fields of
         options.OptionArguments: of options.
         pages.CachePages: config.page_rows, keys are in pages whose size is a multiple of it, see tiles.PagedKeys.
-        shared_tiles.PieceArguments: schedule shared.
-        input_parts.InputArguments: config.makes_parts. K and V hold the parts of the first heads before.
+        shared_tiles.PieceArguments: schedule stream-K.
+        input_terms.InputArguments: config.makes_terms. K and V hold the terms of the first heads before.
         traced_arguments.TracedArguments: of a program.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
-        varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
+        varlen: see tiles.PackedSplitTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
-    # bf16 parts of an fp32 number, and the pairs of them that are multiplied; in 16 bits one part, one pair
-    parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
+    # bf16 terms of an fp32 number, and the pairs of them that are multiplied; in 16 bits one term, one pair
+    terms, products, makes_terms = problem.terms, problem.products, config.makes_terms
     persistent = config.schedule != "grid"  # a CTA computes several tiles
-    shares_tiles = config.schedule == "shared"  # and CTAs share some of them, see shared_tiles.py
+    shares_tiles = config.schedule == "stream-K"  # and CTAs share some of them, see shared_tiles.py
     registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
-    o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
+    o_cols = CHUNK if terms > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
     turns = Turns(config.warpgroups, config.ping_pong)
     first_row = functools.partial(query_tiles.first_row, problem, config)
     skips = query_tiles.hides_steps(problem, config)
@@ -116,7 +116,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     tickets_view = T.Tensor([T.dynamic("sms") if shares_tiles else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
     piece_types = PieceArguments.of(problem, config)
-    input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
+    input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_terms)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
         how = {"split": split, "held": hold_max, "shares": shares_tiles}
@@ -124,7 +124,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         return key_blocks(problem, options, mask, tile, block_M, block_N, near_first=near_first, **how)
 
     @T.macro
-    def load(tile, turn, first_step, blocks, tiles, shared, stream):
+    def load(tile, turn, first_step, blocks, tiles, smem, stream):
         """Load Q of a tile, and K and V of its steps: K of a step, then V of the one before, as the consumers need them."""
         first_query = tiles.first_query(tile, block_M)
         blocks.start(first_query)
@@ -132,29 +132,29 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.keep_share(tile.split, splits)
         if shares_tiles:
             stream.keep_piece(blocks)
-        if makes_parts:
-            shared.inputs.wait(tile.batch, tile.kv_head)
-        tiles.load_k(shared.K, first_step, tile, blocks, 0)
-        slots.load(turn, tile, first_query, tiles, shared.Q)
+        if makes_terms:
+            smem.inputs.wait(tile.batch, tile.kv_head)
+        tiles.load_k(smem.K, first_step, tile, blocks, 0)
+        slots.load(turn, tile, first_query, tiles, smem.Q)
         if hold_max:
-            shared.overflows.begin(turn, stream.recomputes)
+            smem.overflows.begin(turn, stream.recomputes)
         if persistent:  # after Q has a slot: consumers have then read what was in the box
-            shared.tile_box.post(turn, tile, first_step, blocks)
+            smem.tile_box.post(turn, tile, first_step, blocks)
         if two_producers:  # assist_warp.produce_values() loads V
             stream.draw_near_end(turn, 0, blocks.steps)
             for step in assist_warp.loop_over(config, 1, blocks.steps):
                 stream.draw_near_end(turn, step, blocks.steps)
-                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+                tiles.load_k(smem.K, first_step + step, tile, blocks, step)
         else:
             for step in assist_warp.loop_over(config, 1, blocks.steps):
-                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
-                tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
-                slots.load_late(step == 1, turn, tile, first_query, tiles, shared.Q)
+                tiles.load_k(smem.K, first_step + step, tile, blocks, step)
+                tiles.load_v(smem.V, first_step + step - 1, tile, blocks, step - 1)
+                slots.load_late(step == 1, turn, tile, first_query, tiles, smem.Q)
             # Where there is no step 1
-            slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, shared.Q)
+            slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, smem.Q)
             stream.draw(turn)
             last = blocks.steps - 1
-            tiles.load_v(shared.V, first_step + last, tile, blocks, last)
+            tiles.load_v(smem.V, first_step + last, tile, blocks, last)
 
     def assist(first_tile, ctas, order, launch):
         """Function that the warps beside the producer run; None: they have no work."""
@@ -162,18 +162,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         followed = assist_warp.Followed(problem, config, lengths, splits, first_tile, order, launch)
         if two_producers:
             return lambda: assist_warp.produce_values(followed)
-        if makes_parts:
-            return lambda: launch.shared.inputs.make_share(first_tile, ctas)
+        if makes_terms:
+            return lambda: launch.smem.inputs.make_share(first_tile, ctas)
         return None
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, launch):
-        tiles, shared = launch.tiles, launch.shared
+        tiles, smem = launch.tiles, launch.smem
         tile = Tile(order, loads_keys=True)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
         blocks = blocks_of(launch.options, mask, tile)
         if persistent:
-            stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k, blocks)
+            stream = stream_of(config, smem, first_tile, order, ctas, tickets, seqlen_k, blocks)
             if shares_tiles:
                 stream.start()
             turn = T.alloc_var("int32", init=0)
@@ -181,51 +181,51 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             while stream.has_next:
                 stream.locate(turn, tile)
                 if tile.exists:
-                    load(tile, turn, first_step, blocks, tiles, shared, stream)
+                    load(tile, turn, first_step, blocks, tiles, smem, stream)
                     stream.advance(turn)
                     turn += 1
                     first_step += blocks.steps
                 else:
                     stream.skip_to(tile.group_end)
                 stream.find_overflow(turn)  # of a tile before
-            slots.wait_until_read(turn, shared.Q)
-            shared.tile_box.close(turn)
+            slots.wait_until_read(turn, smem.Q)
+            smem.tile_box.close(turn)
             stream.close()
         else:
             tile.locate(first_tile)
             if tile.exists:
-                load(tile, 0, 0, blocks, tiles, shared, OneTile())
+                load(tile, 0, 0, blocks, tiles, smem, OneTile())
 
     @T.macro
-    def start_scores(w, q_step, step, block, shared, scores, acc_s):
+    def start_scores(w, q_step, step, block, smem, scores, acc_s):
         """Issue S = Q Kᵀ of a key block."""
-        shared.K.wait(step)
+        smem.K.wait(step)
         turns.wait(w)
         scores.begin(acc_s, block)
         q_kt = {"transpose_B": True, "clear_accum": scores.clears}
-        multiply(products, shared.Q.parts_of(q_step), shared.K.parts_of(step), acc_s, **q_kt)
+        multiply(products, smem.Q.terms_of(q_step), smem.K.terms_of(step), acc_s, **q_kt)
 
     @T.macro
     def attend(w, tile, turn, first_step, blocks, launch):
         """Compute O and Lse of 64 queries of a tile, and store them."""
-        tiles, shared, softmax_scale = launch.tiles, launch.shared, launch.softmax_scale
-        recomputes = shared.overflows.recomputes(turn) if hold_max else None
+        tiles, smem, softmax_scale = launch.tiles, launch.smem, launch.softmax_scale
+        recomputes = smem.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
-        P_parts = (P, *alloc_further_parts([64, block_N], parts))
+        P_terms = (P, *alloc_further_terms([64, block_N], terms))
         acc_o = T.alloc_fragment([64, o_cols], "float32")
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
         # P V of one key block; in 16 bits O itself
-        acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
+        acc_pv = alloc_fragments([[64, o_cols]], "float32") if terms > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
-        scores = ForwardScores(problem, config, launch.options, softmax_scale, shared)
+        scores = ForwardScores(problem, config, launch.options, softmax_scale, smem)
         dropout = Dropout(problem, launch.options, block_N)
         scale_log2 = scores.scale_log2
         # Causal d64 at 4k 517 -> 505 us; d128 is not faster with it (bf16, H200, 2026-11-27)
-        sums_directly = head_dim == 64 and parts == 1
+        sums_directly = head_dim == 64 and terms == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, scores.may_hold_zero, sums_directly)
-        row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), shared.overflows, recomputes)
+        row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w  # one of slots.free_*() frees its slot, see QuerySlots
         softmax.reset()
@@ -233,33 +233,33 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         dropout.start()
         # Steps whose keys none of the 64 queries sees: first_step and blocks go on without them
         hidden_first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
-        hidden_first.skip(w, shared.K, turns, first_step, blocks)
+        hidden_first.skip(w, smem.K, turns, first_step, blocks)
         first_step = hidden_first.after(first_step)
         hidden_last = LastSteps(blocks.hidden_last_steps(query)) if skips_last else NoSteps()
         hidden_last.skip(blocks)
         if counts_queries:
             blocks.keep_queries(query)
         # For raw scores Q takes the sign of softmax_scale
-        slots.wait_for_queries(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
+        slots.wait_for_queries(problem, w, q_step, smem.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of step 0
         block = blocks.at(0, LAST_BLOCK)
-        start_scores(w, q_step, first_step, block, shared, scores, acc_s)
+        start_scores(w, q_step, first_step, block, smem, scores, acc_s)
         turns.pass_on(w)
         dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
         scores.look_up(query, block)
-        slots.free_previous(turn, q_step, shared.Q)
+        slots.free_previous(turn, q_step, smem.Q)
         output.clear()
         T.wait_wgmma(0)
-        shared.K.release(first_step)
-        slots.free_after_scores(blocks.steps == 1, q_step, shared.Q)
+        smem.K.release(first_step)
+        slots.free_after_scores(blocks.steps == 1, q_step, smem.Q)
         scores.apply(acc_s, query, block)
         softmax.update(acc_s, scores.shift(query, block))  # O is 0, so it needs no rescale
         row_max.after_first_step(w, acc_s, blocks.steps)
-        round_P(acc_s, P_parts, dropout)
+        round_P(acc_s, P_terms, dropout)
 
         # Only now: V of the last hidden step is loaded after K of step 0
-        hidden_first.release_values(shared.V, first_step)
+        hidden_first.release_values(smem.V, first_step)
 
         # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
         # Unrolled: a loop per masking of the scores, with the row max updated or held
@@ -268,42 +268,42 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             for i in T.serial(loop.count):
                 step = loop.steps.first + i
                 block = blocks.at(step, loop.steps)
-                start_scores(w, q_step, first_step + step, block, shared, scores, acc_s)
-                shared.V.wait(first_step + step - 1)
-                output.start(P_parts, shared.V, first_step + step - 1)
+                start_scores(w, q_step, first_step + step, block, smem, scores, acc_s)
+                smem.V.wait(first_step + step - 1)
+                output.start(P_terms, smem.V, first_step + step - 1)
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
                 scores.look_up(query, block)
                 T.wait_wgmma(len(products))  # S is complete; O += P V stays in flight
-                shared.K.release(first_step + step)
-                slots.free_after_scores(step == blocks.steps - 1, q_step, shared.Q)
+                smem.K.release(first_step + step)
+                slots.free_after_scores(step == blocks.steps - 1, q_step, smem.Q)
                 scores.apply(acc_s, query, block, at_zero=loop.at_zero)
                 softmax.update(acc_s, scores.shift(query, block), follow=loop.update, at_zero=loop.at_zero)
-                output.finish(P_parts, shared.V, first_step + step - 1)  # O is complete, and P free
-                shared.V.release(first_step + step - 1)
-                round_P(acc_s, P_parts, dropout)
+                output.finish(P_terms, smem.V, first_step + step - 1)  # O is complete, and P free
+                smem.V.release(first_step + step - 1)
+                round_P(acc_s, P_terms, dropout)
                 if loop.update:
                     softmax.rescale(output.chunks)  # all of O is relative to the row max before
 
         # O += P V of the last step beside the row sums
         last = blocks.steps - 1
-        shared.V.wait(first_step + last)
-        output.start(P_parts, shared.V, first_step + last)
+        smem.V.wait(first_step + last)
+        output.start(P_terms, smem.V, first_step + last)
         # The tile's position, not held in registers meanwhile; read before the box may be refilled
         if persistent:
-            shared.tile_box.read_tile(turn, tile)
+            smem.tile_box.read_tile(turn, tile)
         if shares_tiles:
-            blocks.read_partners(turn, shared.tile_box)
-        slots.free_after_steps(q_step, shared.Q)
+            blocks.read_partners(turn, smem.tile_box)
+        slots.free_after_steps(q_step, smem.Q)
         row_max.check(turn)
         # Pieces have base 2: SharedPieces.merge() applies the unit
         softmax.finish(lse, 1.0 if shares_tiles else launch.lse_unit, scores.sink(tile))
         query = tiles.first_query(tile, block_M) + first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
-        output.finish(P_parts, shared.V, first_step + last)
-        shared.V.release(first_step + last)
-        hidden_last.release(w, shared.K, shared.V, turns, first_step + blocks.steps)
+        output.finish(P_terms, smem.V, first_step + last)
+        smem.V.release(first_step + last)
+        hidden_last.release(w, smem.K, smem.V, turns, first_step + blocks.steps)
         softmax.scale_rows(output.chunks)  # O /= row sums
         for n in indices(output.chunks):
             dropout.scale_kept(output.chunks[n])
@@ -313,14 +313,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def consume(w, first_tile, order, launch):
-        tiles, shared = launch.tiles, launch.shared
+        tiles, smem = launch.tiles, launch.smem
         tile = Tile(order)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
         blocks = blocks_of(launch.options, mask, tile)
         turns.start(w)
-        fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
+        fill_bias_columns(w, smem.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
-            shared.tile_box.each_posted(
+            smem.tile_box.each_posted(
                 tile, blocks, lambda turn, first_step: attend(w, tile, turn, first_step, blocks, launch)
             )
         else:
@@ -356,7 +356,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         code = prelude(problem, roles, cuda_code(problem, config, results))
         with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
             q_shape = [int(q_stages * config.warpgroups), 64]  # q_stages may be 1.5
-            shared = SharedTiles(
+            smem = SmemTiles(
                 Q=input_ring(problem, "Q", q_shape, head_dim, 4, raw_fp32=True),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
@@ -368,7 +368,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
                 pieces=SharedPieces.of(config, pieces, Tickets) if shares_tiles else None,
-                inputs=InputParts.of(problem, inputs, (K, V), config.part_stages) if makes_parts else None,
+                inputs=InputTerms.of(problem, inputs, (K, V), config.term_stages) if makes_terms else None,
             )
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
@@ -378,13 +378,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M
             )
             loads = paged_loads(problem, config, K, V, pages)
-            tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
-            launch = Launch(tiles, shared, options, softmax_scale, lse_unit)
+            tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, terms, *loads)
+            launch = Launch(tiles, smem, options, softmax_scale, lse_unit)
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, launch),
                 lambda w: consume(w, first_tile, order, launch),
                 assist(first_tile, ctas, order, launch),
-                assist_warps=MAKERS if makes_parts else 1,
+                assist_warps=MAKERS if makes_terms else 1,
             )
 
     return flash_fwd_kernel
@@ -392,8 +392,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
 def cuda_code(problem: AttnProblem, config: FwdConfig, results: Results) -> str:
     """CUDA that the parts of a forward need."""
-    code = PIECES if config.schedule == "shared" else MAKE_PARTS if config.makes_parts else ""
+    code = PIECES if config.schedule == "stream-K" else MAKE_TERMS if config.makes_terms else ""
     if PolynomialCap.serves(problem, config):
         code += source("any_of_warpgroup")
     code += store_code(problem.head_dim_v, results.from_registers)
-    return code + source("split_tile") if problem.parts > 1 else code
+    return code + source("split_tile") if problem.terms > 1 else code

@@ -96,7 +96,7 @@ class QuerySlots:
 
     @T.inline
     def wait_for_queries(self, problem, w, q_step, Q, softmax_scale, takes_sign):
-        """Wait for Q of a warpgroup, and split fp32 into parts.
+        """Wait for Q of a warpgroup, and split fp32 into terms.
 
         takes_sign: Q changes its sign where softmax_scale is negative. The softmax multiplies raw scores by the magnitude of the scale, as
             the row max is their maximum.
@@ -105,7 +105,7 @@ class QuerySlots:
             # The other warpgroup has left the slot: two phases behind, the next wait would pass at once
             Q.wait_empty(q_step)
         Q.wait(q_step)
-        if problem.parts > 1:
+        if problem.terms > 1:
             split_tile(problem, w, Q, q_step)
         if takes_sign:
             if softmax_scale < 0:

@@ -19,11 +19,11 @@ from tl_attention.kernels.seams.pipeline import (
 from tl_attention.kernels.seams.row_stores import store_vector
 from tl_attention.kernels.seams.softmax import LOWEST, rows_layout
 from tl_attention.kernels.sources.tiles import (
-    DensePartTiles,
+    DenseSplitTiles,
     DenseTiles,
-    PackedPartTiles,
+    PackedSplitTiles,
     PackedTiles,
-    PagedPartTiles,
+    PagedSplitTiles,
     PagedTiles,
     result_argument,
     strided,
@@ -35,10 +35,10 @@ from tl_attention.problem.attn_problem import AttnProblem
 class Results:
     """Way out of O and Lse of a forward: the tiles class, and the types of its arguments. splits: number of splits; None without a split.
 
-    O leaves from registers, through the tile of its queries, or through a shared tile of its own. With the schedule shared a CTA may leave
+    O leaves from registers, through the tile of its queries, or through an smem tile of its own. With the schedule stream-K a CTA may leave
     a piece for another CTA instead, or merge the pieces of others.
 
-    from_registers: O does not pass through shared memory. shares: the schedule is shared. lse_is_final: nothing is merged into Lse.
+    from_registers: O does not pass through shared memory. shares: the schedule is smem. lse_is_final: nothing is merged into Lse.
     slots: of Q, which O may leave through; set by the kernel.
     """
 
@@ -54,22 +54,22 @@ class Results:
     @T.inline
     def store(self, w, q_step, tile, query, blocks, launch, chunks, lse):
         """Store O of 64 queries, and Lse unless it has been stored."""
-        tiles, shared, slots = launch.tiles, launch.shared, self.slots
+        tiles, smem, slots = launch.tiles, launch.smem, self.slots
         if self.shares:
             if blocks.partners[0] < 0:
-                shared.pieces.store(blocks.rank[0], w, chunks[0], lse)
-                slots.free_after_piece(q_step, shared.Q)
-            shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, launch.lse_unit)
+                smem.pieces.store(blocks.rank[0], w, chunks[0], lse)
+                slots.free_after_piece(q_step, smem.Q)
+            smem.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, launch.lse_unit)
         if blocks.partners[0] >= 0 if self.shares else True:
             if self.from_registers:
                 tiles.store_result(chunks, lse, tile, query)
             elif slots.hold_output:
-                store_output(w, tile, query, tiles, shared.Q.tiles, q_step % shared.Q.slots, chunks[0])
-                slots.free_after_result(q_step, shared.Q)
+                store_output(w, tile, query, tiles, smem.Q.tiles, q_step % smem.Q.slots, chunks[0])
+                slots.free_after_result(q_step, smem.Q)
             else:
                 wait_for_stores()  # of the previous tile
                 sync_warpgroup(w)
-                store_output(w, tile, query, tiles, shared.O, w, chunks[0])
+                store_output(w, tile, query, tiles, smem.O, w, chunks[0])
             if not self.lse_is_final:
                 tiles.store_lse(lse, tile, query)
 
@@ -80,7 +80,7 @@ def results_of(
     """Results of a problem; see kernel.flash_fwd for the layouts."""
     paged, varlen = config.page_rows > 0, problem.has("varlen")
     if config.split:
-        Tiles = PagedPartTiles if paged else PackedPartTiles if varlen else DensePartTiles
+        Tiles = PagedSplitTiles if paged else PackedSplitTiles if varlen else DenseSplitTiles
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, problem.head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
@@ -98,7 +98,7 @@ def results_of(
         )
     dense = TilesFromEnd if end_at_last_query(problem, config) else DenseTiles
     Tiles = PagedTiles if paged else PackedTiles if varlen else dense
-    shares = config.schedule == "shared"
+    shares = config.schedule == "stream-K"
     lse_view = T.Tensor(lse_shape, "float32")
     return Results(Tiles, None, o_view, lse_view, problem.dtype_of("o") == "float32", shares, not shares)
 
@@ -148,13 +148,13 @@ def store_code(columns: int, from_registers: bool) -> str:
 
 
 def _fits_stmatrix(columns: int) -> bool:
-    """True if shared tiles [64, columns] have the layout of store_fragment()."""
+    """True if smem tiles [64, columns] have the layout of store_fragment()."""
     return columns % 64 == 0
 
 
 @T.macro
 def store_output(w, tile, first_row, tiles, shared_tiles, number, acc_o):
-    """Store O of 64 rows of a tile through one of shared tiles [.., 64, columns]."""
+    """Store O of 64 rows of a tile through one of smem tiles [.., 64, columns]."""
     if _fits_stmatrix(acc_o.shape[1]):
         rounded = T.alloc_fragment(acc_o.shape, tiles.O.dtype)
         T.copy(acc_o, rounded)

@@ -63,7 +63,7 @@ class Diagonals:
             T.call_extern(
                 "handle",
                 f"tl_attention_keep_diagonals<{self.slots}>",
-                shared.access_ptr("r"),  # see staged.SharedBytes
+                shared.access_ptr("r"),  # see staged.SmemBytes
                 self.values[n].data,
             )
         )

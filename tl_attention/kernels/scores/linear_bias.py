@@ -15,7 +15,7 @@ class LinearBias:
     """ALiBi that is linear in the key: a matrix product, in units of raw scores, on top of which Q Kᵀ is accumulated.
 
     For a score tile [rows, cols] the bias is s * (c - r), or s * (r - c) where rows are keys. It is the product of [r s, s] and
-    [1, c]ᵀ. bf16 holds r, c < 256 exactly, and r s and s as sums of three parts. shift() adds the part that depends on the tile's
+    [1, c]ᵀ. bf16 holds r, c < 256 exactly, and r s and s as sums of three terms. shift() adds the part that depends on the tile's
     position. Instead of instructions per element this takes a GEMM of 16 columns per tile: B4 H16 S4096 d128 takes 1.08 of the time of
     plain attention, with two FFMA per element 1.21 (H200, 2026-11-21).
     """

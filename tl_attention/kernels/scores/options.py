@@ -76,7 +76,7 @@ def prelude(problem: AttnProblem, roles: Roles, more: str = "") -> str | None:
     """CUDA that a kernel needs beside its own, with `more` at its end; None for nothing."""
     philox = source("philox") if problem.has("dropout") else ""
     tanh = source("tanh") if problem.has("softcap") and problem.is_fp32 else ""
-    zero = source("zero") if problem.parts > 1 else ""
+    zero = source("zero") if problem.terms > 1 else ""
     program = "" if problem.program is None else program_code(problem.program, accurate=problem.is_fp32)
     return (roles.prelude or "") + philox + tanh + zero + program + more or None
 

@@ -60,14 +60,14 @@ class ForwardScores:
         config: FwdConfig,
         options: OptionArguments,
         softmax_scale: Any,
-        shared: Any,
+        smem: Any,
         name: str = "scores",
     ):
         self.problem, self.config, self.options, self.softmax_scale = problem, config, options, softmax_scale
-        self.shared, self.two_sides = shared, has_two_sides(problem, config)
+        self.smem, self.two_sides = smem, has_two_sides(problem, config)
         self.may_hold_zero, self.polynomial = PolynomialCap.serves(problem, config), None
         self.scores = Scores(
-            problem, options, softmax_scale, config.block_N, staged=shared.staged, two_sides=self.two_sides
+            problem, options, softmax_scale, config.block_N, staged=smem.staged, two_sides=self.two_sides
         )
 
     @property
@@ -108,7 +108,7 @@ class ForwardScores:
 
     def bias_columns(self, block: KeyBlock) -> Any:
         """Right factor of the linear bias; None without one."""
-        columns = self.shared.bias_columns
+        columns = self.smem.bias_columns
         return columns[block.is_right, :, :] if self.two_sides else columns
 
     @T.inline

@@ -23,21 +23,19 @@ class StagedTiles:
         name: str = "staged",
     ):
         self.tiles = [
-            SharedBytes(warps * size, name=f"captured_{n}").bytes
+            SmemBytes(warps * size, name=f"captured_{n}").bytes
             for n, size in enumerate(problem.staged_bytes(cols, rows_are_keys))
         ]
         self.diagonals = [
-            SharedBytes(warps * size, name=f"diagonal_{n}").bytes
+            SmemBytes(warps * size, name=f"diagonal_{n}").bytes
             for n, size in enumerate(problem.program.diagonal_bytes(cols))
         ]
         sizes = problem.program.stored_bytes(16, cols) if problem.learns and stores else []
-        self.gradients = [
-            SharedBytes(warps * size, name=f"gradient_{n}").bytes for n, size in enumerate(sizes)
-        ]
+        self.gradients = [SmemBytes(warps * size, name=f"gradient_{n}").bytes for n, size in enumerate(sizes)]
 
 
 @T.meta_class
-class SharedBytes:
+class SmemBytes:
     """Buffer with a name of its own, as in pipeline.SharedTile.
 
     Functions that write it get access_ptr("r"): neither wgmma nor TMA reads it, and for a write TileLang 0.1.15 would put a

@@ -380,7 +380,7 @@ class Traced:
 
     @T.inline
     def send_dS(self, tile, head, query, key):
-        """Store a shared tile dS' [64 keys, queries] by TMA, as learn_dS() does from registers."""
+        """Store an smem tile dS' [64 keys, queries] by TMA, as learn_dS() does from registers."""
         out = self.arguments.gradients[self.program.gradients[0].tensor]
         T.tma_copy(tile, out[self.batch[0], head, key : key + 64, query : query + self.cols])
 

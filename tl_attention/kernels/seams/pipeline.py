@@ -1,4 +1,4 @@
-"""Synchronization of roles: rings of shared tiles between producer and consumers, turns at the tensor cores, named barriers."""
+"""Synchronization of roles: rings of smem tiles between producer and consumers, turns at the tensor cores, named barriers."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 
 def registers(
-    problem: AttnProblem, warpgroups: int, makes_parts: bool = False, full: bool = False
+    problem: AttnProblem, warpgroups: int, makes_terms: bool = False, full: bool = False
 ) -> tuple[int, int] | None:
     """Registers per thread of (the producer, the consumers); None: as at launch.
 
     Args:
-        makes_parts: warps beside the producer make parts, see input_parts.py.
+        makes_terms: warps beside the producer make terms, see input_terms.py.
         full: take REGISTERS with varlen, too.
     """
     wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim == 64
-    return (VARLEN_REGISTERS if wide or makes_parts else REGISTERS).get(warpgroups)
+    return (VARLEN_REGISTERS if wide or makes_terms else REGISTERS).get(warpgroups)
 
 
 def forward_registers(problem: AttnProblem, config: FwdConfig) -> tuple[int, int] | None:
     """registers() of a forward."""
     if config.schedule != "grid":
         return PERSISTENT_REGISTERS.get(config.warpgroups)
-    return registers(problem, config.warpgroups, config.makes_parts)
+    return registers(problem, config.warpgroups, config.makes_terms)
 
 
 def alloc_swizzled(shape: list[int], dtype: str, chunk: int = 64):
@@ -79,7 +79,7 @@ def alloc_fragments(shapes: list[list[int]], dtype: str):
 
 @T.meta_class
 class TileRing:
-    """Ring of shared tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
+    """Ring of smem tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
 
     Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase to wait for at the slot's barrier.
     A wait for a parity also passes before the phase of two times ago has ended. So whoever waits for a phase has to know that the phase
@@ -88,7 +88,7 @@ class TileRing:
     Args:
         shape: [slots, rows, cols].
         row_values: number of fp32 vectors [rows] that are loaded with each tile.
-        parts: tiles [rows, cols / parts] side by side, see products.py.
+        terms: tiles [rows, cols / terms] side by side, see products.py.
         chunk: as in alloc_swizzled.
         loaded: columns that TMA fills; None: all. split_tile.py makes the tile of fewer.
     """
@@ -100,11 +100,11 @@ class TileRing:
         consumer_warps: int,
         name: str,
         row_values: int = 0,
-        parts: int = 1,
+        terms: int = 1,
         chunk: int = 64,
         loaded: int | None = None,
     ):
-        self.slots, self.parts, self.loaded = shape[0], parts, loaded
+        self.slots, self.terms, self.loaded = shape[0], terms, loaded
         self.tiles = alloc_swizzled(shape, dtype, chunk)  # [slots, rows, cols]
         self.row_values = (
             T.alloc_shared([self.slots, row_values, shape[1]], "float32") if row_values else None
@@ -115,19 +115,19 @@ class TileRing:
     def __getitem__(self, step):
         return self.tiles[step % self.slots, :, :]
 
-    def part(self, step: Any, i: int, first_col: int = 0, cols: int | None = None) -> Any:
-        """The i-th of the parts of a tile, or `cols` columns of it from first_col on."""
-        if self.parts == 1:
+    def term(self, step: Any, i: int, first_col: int = 0, cols: int | None = None) -> Any:
+        """The i-th of the terms of a tile, or `cols` columns of it from first_col on."""
+        if self.terms == 1:
             return self[step]
-        # With a known position nvcc keeps the wgmma descriptors of all parts in registers through all steps: it spilled 244 bytes in
-        # the causal forward of d128 in three parts
-        width = self.tiles.shape[2] // self.parts
+        # With a known position nvcc keeps the wgmma descriptors of all terms in registers through all steps: it spilled 244 bytes in
+        # the causal forward of d128 in three terms
+        width = self.tiles.shape[2] // self.terms
         first = (T.call_extern("int32", "tl_attention_zero") + i) * width + first_col
         return self.tiles[step % self.slots, :, first : first + (cols or width)]
 
-    def parts_of(self, step: Any) -> Any:
-        """Function of i that returns part i of the tile of a step."""
-        return lambda i: self.part(step, i)
+    def terms_of(self, step: Any) -> Any:
+        """Function of i that returns term i of the tile of a step."""
+        return lambda i: self.term(step, i)
 
     def row_value(self, step: Any, vector: int, row: Any) -> Any:
         return self.row_values[step % self.slots, vector, row]
@@ -178,15 +178,15 @@ def input_ring(
     raw_fp32: bool = False,
     chunk: int = 64,
 ) -> TileRing:
-    """TileRing of Q, K, V or dO, [slots, rows] of shape, all parts of its `width` columns side by side.
+    """TileRing of Q, K, V or dO, [slots, rows] of shape, all terms of its `width` columns side by side.
 
     Args:
-        raw_fp32: fp32 is loaded as it is, and split_tile.py makes the parts; else TMA loads the parts. Of no effect in 16 bits.
+        raw_fp32: fp32 is loaded as it is, and split_tile.py makes the terms; else TMA loads the terms. Of no effect in 16 bits.
         chunk: as in alloc_swizzled.
     """
-    columns, dtype = problem.parts * width, problem.dtype_of(name.lower())
+    columns, dtype = problem.terms * width, problem.dtype_of(name.lower())
     loaded = HALVES * width if raw_fp32 and problem.is_fp32 else None
-    numbers = {"parts": problem.parts, "chunk": chunk, "loaded": loaded}
+    numbers = {"terms": problem.terms, "chunk": chunk, "loaded": loaded}
     return TileRing([*shape, columns], dtype, consumer_warps, name=name, **numbers)
 
 
@@ -203,9 +203,9 @@ def alloc_each(warpgroups: int, shape: list[int], dtype: str, name: str):
     return tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
 
 
-def alloc_parts(warpgroups: int, parts: int, shape: list[int], dtype: str, name: str):
-    """alloc_each for every warpgroup: a buffer per part."""
-    return tuple(alloc_each(parts, shape, dtype, f"{name}_{w}") for w in range(warpgroups))
+def alloc_terms(warpgroups: int, terms: int, shape: list[int], dtype: str, name: str):
+    """alloc_each for every warpgroup: a buffer per term."""
+    return tuple(alloc_each(terms, shape, dtype, f"{name}_{w}") for w in range(warpgroups))
 
 
 @T.meta_class
@@ -226,7 +226,7 @@ class WrittenTiles:
 
 @T.meta_class
 class Exchange(WrittenTiles):
-    """One shared tile per warpgroup, which the warpgroup writes and all read, once per step."""
+    """One smem tile per warpgroup, which the warpgroup writes and all read, once per step."""
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
         self.tiles = alloc_each(warpgroups, shape, dtype, name)
@@ -375,7 +375,7 @@ def wait_for_stores(read=True):
 
 @T.macro
 def share(w, fragments, tiles):
-    """Copy operands of a warpgroup to its shared tiles, once per step."""
+    """Copy operands of a warpgroup to its smem tiles, once per step."""
     sync_warpgroup(w)  # all warps have the product of the previous step
     for n in tuple(range(len(tiles))):
         T.copy(fragments[n], tiles[n])

@@ -1,7 +1,7 @@
-"""Products of tiles whose elements are sums of parts: fp32 on tensor cores that multiply bf16.
+"""Products of tiles whose elements are sums of terms: fp32 on tensor cores that multiply bf16.
 
-Let x = x0 + x1 + x2, where each part is the bf16 number nearest to the rest. A product x y is computed as the sum of the products of
-parts that problem.PRODUCTS lists, in one fp32 accumulator. A tile of one part is multiplied directly.
+Let x = x0 + x1 + x2, where each term is the bf16 number nearest to the rest. A product x y is computed as the sum of the products of
+terms that problem.PRODUCTS lists, in one fp32 accumulator. A tile of one term is multiplied directly.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tl_attention.kernels.seams.pipeline import alloc_fragments
 from tl_attention.kernels.seams.softmax import indices
 
 
-def alloc_further_parts(shape: list[int], parts: int) -> tuple:
-    """Fragments for the parts of a tile after the first one."""
-    return alloc_fragments([shape] * (parts - 1), "bfloat16")
+def alloc_further_terms(shape: list[int], terms: int) -> tuple:
+    """Fragments for the terms of a tile after the first one."""
+    return alloc_fragments([shape] * (terms - 1), "bfloat16")
 
 
 @T.macro
-def split_parts(acc, tiles):
-    """Split an fp32 tile into the parts of `tiles`, the largest first. acc then holds the rest after the last part."""
+def split_terms(acc, tiles):
+    """Split an fp32 tile into the terms of `tiles`, the largest first. acc then holds the rest after the last term."""
     T.copy(acc, tiles[0])
     for before, tile in itertools.pairwise(tiles):
         subtract(acc, before)
@@ -34,7 +34,7 @@ def split_parts(acc, tiles):
 
 @T.macro
 def split_kept(acc, tiles):
-    """Like split_parts, but acc keeps its values."""
+    """Like split_terms, but acc keeps its values."""
     rows, cols = acc.shape
     T.copy(acc, tiles[0])
     for number, tile in enumerate(tiles[1:], 1):
@@ -44,33 +44,33 @@ def split_kept(acc, tiles):
 
 @T.macro
 def round_P(acc, tiles, dropout):
-    """Round probabilities to 16 bits, or to the parts of a tile, and drop those that dropout does not keep."""
+    """Round probabilities to 16 bits, or to the terms of a tile, and drop those that dropout does not keep."""
     if len(tiles) > 1:
         dropout.drop(acc)
-        split_parts(acc, tiles)
+        split_terms(acc, tiles)
     else:
         T.copy(acc, tiles[0])
         dropout.drop(tiles[0])
 
 
 def whole(tiles: tuple, i: Any, j: Any) -> Any:
-    """Sum of the parts of an element, exact in fp32."""
+    """Sum of the terms of an element, exact in fp32."""
     return functools.reduce(operator.add, (T.cast(tile[i, j], "float32") for tile in tiles))
 
 
 @T.macro
-def subtract(acc, part):
-    """acc -= part, which is exact where the part is acc rounded."""
+def subtract(acc, term):
+    """acc -= term, which is exact where the term is acc rounded."""
     rows, cols = acc.shape
     for i, j in T.Parallel(rows, cols):
-        acc[i, j] -= T.cast(part[i, j], "float32")
+        acc[i, j] -= T.cast(term[i, j], "float32")
 
 
 @T.macro
 def multiply(products, left, right, acc, clear_accum=False, transpose_A=False, transpose_B=False):
-    """Issue acc += left right, or acc = left right; one group of wgmma per product of parts.
+    """Issue acc += left right, or acc = left right; one group of wgmma per product of terms.
 
-    left, right: functions of a part that return its tile.
+    left, right: functions of a term that return its tile.
     """
     for number, (i, j) in enumerate(products):
         T.wgmma_gemm(
@@ -147,26 +147,26 @@ def add_transposed(tensor, batch, first_row, head, first_col, factor, acc):
 def add_product(products, left, right, accs, chunk):
     """Finish accs += left right, whose first chunk of columns has been issued into `chunk`.
 
-    wgmma rounds its sums towards 0, so the error of one long sum grows with its length: 5e-5, relative, over 8192 keys in three parts
+    wgmma rounds its sums towards 0, so the error of one long sum grows with its length: 5e-5, relative, over 8192 keys in three terms
     (H200, 2026-11-22). `chunk` sums one block, smallest products first; blocks are added in registers, rounding to nearest.
 
-    In two parts a sum of 1024 rows has an error of 4e-6, below that of the parts: passes with one_sum have one accumulator for it.
+    In two terms a sum of 1024 rows has an error of 4e-6, below that of the terms: passes with one_sum have one accumulator for it.
 
     Args:
-        right: function of (part, first column) that returns a tile of CHUNK columns.
+        right: function of (term, first column) that returns a tile of CHUNK columns.
         accs: fp32 tiles [64, CHUNK].
     """
     T.wait_wgmma(0)
     add(accs[0], chunk)
     for n in tuple(range(1, len(accs))):
-        multiply(products, left, lambda part: right(part, n * CHUNK), chunk, clear_accum=True)
+        multiply(products, left, lambda term: right(term, n * CHUNK), chunk, clear_accum=True)
         T.wait_wgmma(0)
         add(accs[n], chunk)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One chunk of a sum += left right, as add_product computes it; the operands are functions of a part."""
+    """One chunk of a sum += left right, as add_product computes it; the operands are functions of a term."""
 
     add: Any  # adds the accumulator of one block to the sum
     left: Any
@@ -175,9 +175,9 @@ class Job:
 
 
 def jobs(accs: tuple, left: tuple, ring: Any, step: Any) -> tuple[Job, ...]:
-    """Jobs of a sum. accs: fp32 tiles side by side. left: tiles of the parts. ring: TileRing of the right factor."""
+    """Jobs of a sum. accs: fp32 tiles side by side. left: tiles of the terms. ring: TileRing of the right factor."""
     width = accs[0].shape[1]
-    rights = (functools.partial(ring.part, step, first_col=n * width, cols=width) for n in indices(accs))
+    rights = (functools.partial(ring.term, step, first_col=n * width, cols=width) for n in indices(accs))
     return tuple(
         Job(functools.partial(add, acc), left.__getitem__, right)
         for acc, right in zip(accs, rights, strict=True)
@@ -190,13 +190,13 @@ def transposed_jobs(width: int, ring: Any, w: int, right: tuple, add_columns: An
     Args:
         width: columns of dQ.
         ring: TileRing of K.
-        right: shared tiles [keys, queries] of the parts of dS'.
+        right: smem tiles [keys, queries] of the terms of dS'.
         add_columns: function of (dQ' [CHUNK, queries], first column).
     """
     return tuple(
         Job(
             functools.partial(add_columns, first_col=first),
-            functools.partial(ring.part, w, first_col=first, cols=CHUNK),
+            functools.partial(ring.term, w, first_col=first, cols=CHUNK),
             right.__getitem__,
             transpose_A=True,
         )
@@ -237,11 +237,11 @@ def finish_jobs(products, jobs, sums, beside):
 
 @dataclass(frozen=True)
 class OutputTiles:
-    """O of 64 queries in registers: tiles side by side, and the products of a key block, which with parts are summed apart.
+    """O of 64 queries in registers: tiles side by side, and the products of a key block, which with terms are summed apart.
 
     Args:
         chunks: fp32 [64, columns] each.
-        block: accumulator of a block's product; without parts chunks[0] itself.
+        block: accumulator of a block's product; without terms chunks[0] itself.
     """
 
     products: tuple
@@ -255,23 +255,23 @@ class OutputTiles:
 
     @T.inline
     def start(self, P, V, step):
-        """Issue O += P V of a step; with parts the product of the first columns."""
+        """Issue O += P V of a step; with terms the product of the first columns."""
         multiply(
             self.products,
             P.__getitem__,
-            lambda right: V.part(step, right, 0, CHUNK),
+            lambda right: V.term(step, right, 0, CHUNK),
             self.block,
             clear_accum=len(P) > 1,
         )
 
     @T.inline
     def finish(self, P, V, step):
-        """Issue what start() has left of the product, the further columns of parts, and wait until O is complete."""
+        """Issue what start() has left of the product, the further columns of terms, and wait until O is complete."""
         if len(P) > 1:
             add_product(
                 self.products,
                 P.__getitem__,
-                lambda right, col: V.part(step, right, col, CHUNK),
+                lambda right, col: V.term(step, right, col, CHUNK),
                 self.chunks,
                 self.block,
             )

@@ -77,7 +77,7 @@ def query_blocks(
             ahead,
             name="blocks",
         )
-    return QueryBlocks(mask, block_M, block_N, tile.split, name="blocks")
+    return QueryBlocks(mask, block_M, block_N, tile.stream_k, name="blocks")
 
 
 def block_of(entry: Any) -> Any:
@@ -219,7 +219,7 @@ class ListedKeyBlocks:
 class ListedQueryBlocks:
     """Query blocks, of all query heads of a key head, that are listed for the keys of a tile. See query_blocks.QueryBlocks.
 
-    A part of a tile without blocks has one step, in which all keys are hidden.
+    A share of a tile without blocks has one step, in which all keys are hidden.
     """
 
     listed = True
@@ -248,7 +248,7 @@ class ListedQueryBlocks:
 
     @T.inline
     def start_list(self, batch, kv_head, heads_per_kv, first_key, part, parts):
-        """Find the list of the keys from first_key on, and keep one of `parts` near-equal parts of it."""
+        """Find the list of the keys from first_key on, and keep one of `parts` near-equal shares of it."""
         row = first_key // self.block_N
         steps = T.alloc_var("int32", init=self.spans[batch, kv_head, row, 1])
         first = T.alloc_var("int32", init=T.truncdiv(part * steps, parts))

@@ -21,7 +21,7 @@ class SequenceOrder(TileOrder):
     In the table the entries of a sequence are adjacent, in the order of their blocks, and there are sequence_tiles() of them.
 
     Args:
-        key_heads: without their parts, which all_heads counts.
+        key_heads: without their sharers, which all_heads counts.
         side_tiles: at most so many tiles go side by side, if these are two heads.
         last_entries: a sequence with fewer entries behind it is one of the last.
     """

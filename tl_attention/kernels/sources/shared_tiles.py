@@ -1,4 +1,4 @@
-"""The schedule shared of a forward: CTAs share the tiles that are left when every SM has computed equally many, by their keys.
+"""The schedule stream-K of a forward: CTAs share the tiles that are left when every SM has computed equally many, by their keys.
 
 The steps of these tiles, one tile after another, are cut into pieces of equal length, one per CTA: part of a tile, or the last steps of
 a tile and the first ones of the next. The CTA with the last steps of a tile finishes it. The others write their O and log-sum-exp to
@@ -21,7 +21,7 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.scores.mask import KeyBlocks, Mask
 from tl_attention.kernels.seams.scheduler import Overflows, TileBox, TileOrder, TileStream
 from tl_attention.kernels.seams.softmax import LOWEST, rows_layout
-from tl_attention.kernels.sources.tiles import FragmentBlocks, SharedTiles
+from tl_attention.kernels.sources.tiles import FragmentBlocks, SmemTiles
 from tl_attention.problem.attn_problem import AttnProblem
 
 DONE = 2**30  # past the number of any piece
@@ -32,7 +32,7 @@ PIECES = source("pieces", LOWEST=f"{LOWEST:.1e}f")
 
 @dataclass(frozen=True)
 class PieceArguments:
-    """Kernel arguments of the schedule shared, or their types; False for one that the kernel lacks. See SharedPieces.
+    """Kernel arguments of the schedule stream-K, or their types; False for one that the kernel lacks. See SharedPieces.
 
     whole: head_cost where there is a tile_cost.
     """
@@ -45,7 +45,7 @@ class PieceArguments:
     @classmethod
     def of(cls, problem: AttnProblem, config: FwdConfig) -> PieceArguments:
         """Types of the arguments of a forward."""
-        if config.schedule != "shared":
+        if config.schedule != "stream-K":
             return cls()
         pieces = FragmentBlocks.argument(T.dynamic("piece_blocks"), problem.head_dim_v + 8)
         return cls(pieces, T.int32, T.int32, T.int32 if problem.causal else False)
@@ -324,7 +324,7 @@ class CausalSharingStream(SharingStream):
 
 def stream_of(
     config: FwdConfig,
-    shared: SharedTiles,
+    smem: SmemTiles,
     first: Any,
     order: TileOrder,
     ctas: Any,
@@ -333,10 +333,10 @@ def stream_of(
     blocks: KeyBlocks,
 ) -> TileStream:
     """The stream of a CTA's tiles. keys: per sequence."""
-    box, overflows = shared.tile_box, shared.overflows
-    if shared.pieces is not None and blocks.mask.causal:
-        return CausalSharingStream(order, ctas, box, shared.pieces, blocks, name="stream")
-    if shared.pieces is not None:
+    box, overflows = smem.tile_box, smem.overflows
+    if smem.pieces is not None and blocks.mask.causal:
+        return CausalSharingStream(order, ctas, box, smem.pieces, blocks, name="stream")
+    if smem.pieces is not None:
         steps = T.ceildiv(keys, config.block_N)
-        return SharingStream(order, ctas, box, overflows, shared.pieces, steps, name="stream")
+        return SharingStream(order, ctas, box, overflows, smem.pieces, steps, name="stream")
     return TileStream(config.schedule, first, order, ctas, tickets, box, overflows, name="stream")

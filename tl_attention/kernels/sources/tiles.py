@@ -89,12 +89,12 @@ class DenseTiles:
     Lse: Any
     head_dim: int
     head_dim_v: int
-    parts: int = 1  # parts of K and V, side by side in a tile: see products.py
+    terms: int = 1  # terms of K and V, side by side in a tile: see products.py
 
     @property
     def q_columns(self) -> int:
         """Columns of a tile of Q; in fp32 two per number, see split_tile.py."""
-        return self.head_dim * (HALVES if self.parts > 1 else 1)
+        return self.head_dim * (HALVES if self.terms > 1 else 1)
 
     def first_query(self, tile: Any, block_M: int) -> Any:
         """First query of a tile of the forward."""
@@ -108,10 +108,10 @@ class DenseTiles:
         return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.q_columns]
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]
+        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.terms * self.head_dim]
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim_v]
+        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.terms * self.head_dim_v]
 
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return self.O[tile.batch, start : start + rows, tile.head, 0 : self.head_dim_v]
@@ -186,7 +186,7 @@ def input_arguments(
 ) -> tuple:
     """Tensor arguments Q, K, V and dO, as rows_argument.
 
-    raw_fp32: names of those that split_tile.py splits in fp32. They have two columns per number, not one per part.
+    raw_fp32: names of those that split_tile.py splits in fp32. They have two columns per number, not one per term.
     """
     of_queries, of_keys = (batch, seqlen_q, heads), (batch, seqlen_k, heads_kv)
     rows = {"q": of_queries, "k": of_keys, "v": of_keys, "do": of_queries}
@@ -201,7 +201,7 @@ def result_argument(
 ) -> Any:
     """Tensor argument of O or dQ, as rows_argument; in fp32 [batch, seqlen, heads, columns <= width] or [1, total, heads, columns]."""
     if problem.dtype_of(name) == "float32":
-        # Stored from registers, which needs no view for TMA. Q and V have the columns of all their parts
+        # Stored from registers, which needs no view for TMA. Q and V have the columns of all their terms
         return strided(name, [batch, seqlen, heads, T.dynamic(f"columns_{name}")], "float32")
     return rows_argument(problem, name, batch, seqlen, heads, columns)
 
@@ -231,11 +231,11 @@ class PackedTiles(DenseTiles):
         return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.q_columns)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim
+        cols = self.terms * self.head_dim
         return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim_v
+        cols = self.terms * self.head_dim_v
         return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def o(self, tile: Any, start: Any, rows: int) -> Any:
@@ -259,7 +259,7 @@ class PackedTiles(DenseTiles):
 
 
 @dataclass(frozen=True)
-class DensePartTiles(DenseTiles):
+class DenseSplitTiles(DenseTiles):
     """DenseTiles of a split: O [splits, batch, heads, seqlen_q, head_dim_v] and Lse [splits, batch, heads, seqlen_q], fp32."""
 
     def lse_place(self, tile: Any, row: Any) -> tuple:
@@ -272,7 +272,7 @@ class DensePartTiles(DenseTiles):
 
 
 @dataclass(frozen=True)
-class PackedPartTiles(PackedTiles):
+class PackedSplitTiles(PackedTiles):
     """PackedTiles of a split: O [splits, 1, heads, total_q, head_dim_v] and Lse [splits, 1, heads, total_q], fp32.
 
     Rows of no tile are not written: tile_table.py clears those behind the last sequence.
@@ -308,12 +308,12 @@ class PagedTiles(PagedKeys):
 
 
 @dataclass(frozen=True)
-class PagedPartTiles(PagedKeys, PackedPartTiles):
-    """PackedPartTiles whose keys are in pages."""
+class PagedSplitTiles(PagedKeys, PackedSplitTiles):
+    """PackedSplitTiles whose keys are in pages."""
 
 
 @dataclass(frozen=True)
-class SharedTiles:
+class SmemTiles:
     """Shared memory through which the roles of a CTA communicate; None for what a kernel does not have.
 
     Q, K, V, dO are TileRings; dS is an Exchange. O, P, dV are tiles [warpgroups, 64, columns], or one per warpgroup.
@@ -334,14 +334,14 @@ class SharedTiles:
     bias_columns: Any = None  # linear_bias.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory
-    inputs: Any = None  # input_parts.InputParts, in global memory
+    inputs: Any = None  # input_terms.InputTerms, in global memory
 
 
 @dataclass(frozen=True)
 class DenseGradTiles:
     """Tiles of a backward pass, as in DenseTiles; methods for rows of queries take the query head as an argument.
 
-    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dK_parts, dV_parts: FragmentBlocks.
+    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dK_partials, dV_partials: FragmentBlocks.
     """
 
     Q: Any
@@ -352,21 +352,21 @@ class DenseGradTiles:
     Delta: Any
     head_dim: int
     head_dim_v: int
-    parts: int = 1  # of Q, K, V and dO, as in DenseTiles
+    terms: int = 1  # of Q, K, V and dO, as in DenseTiles
     splits_keys: bool = False  # K and V are fp32, see split_tile.py
-    K_parts: Any = None  # where the pass stores their parts
-    V_parts: Any = None
+    K_terms: Any = None  # where the pass stores their terms
+    V_terms: Any = None
     dQ: Any = None
     dK: Any = None
     dV: Any = None
-    dK_parts: Any = None
-    dV_parts: Any = None
+    dK_partials: Any = None
+    dV_partials: Any = None
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        return self.Q[tile.batch, start : start + rows, head, 0 : self.parts * self.head_dim]
+        return self.Q[tile.batch, start : start + rows, head, 0 : self.terms * self.head_dim]
 
     def do(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        return self.dO[tile.batch, start : start + rows, head, 0 : self.parts * self.head_dim_v]
+        return self.dO[tile.batch, start : start + rows, head, 0 : self.terms * self.head_dim_v]
 
     def lse_log2(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.Lse_log2[tile.batch, head, start : start + rows]
@@ -395,21 +395,21 @@ class DenseGradTiles:
         return tensor[tile.batch, start : start + rows, tile.kv_head, 0:cols]
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        columns = (HALVES if self.splits_keys else self.parts) * self.head_dim
+        columns = (HALVES if self.splits_keys else self.terms) * self.head_dim
         return self.key_rows(self.K, tile, start, rows, columns)
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        columns = (HALVES if self.splits_keys else self.parts) * self.head_dim_v
+        columns = (HALVES if self.splits_keys else self.terms) * self.head_dim_v
         return self.key_rows(self.V, tile, start, rows, columns)
 
-    def k_parts(self, tile: Any, start: Any, rows: int) -> Any:
-        return self._key_parts(self.K_parts, tile, start, rows, self.head_dim)
+    def k_terms(self, tile: Any, start: Any, rows: int) -> Any:
+        return self._key_terms(self.K_terms, tile, start, rows, self.head_dim)
 
-    def v_parts(self, tile: Any, start: Any, rows: int) -> Any:
-        return self._key_parts(self.V_parts, tile, start, rows, self.head_dim_v)
+    def v_terms(self, tile: Any, start: Any, rows: int) -> Any:
+        return self._key_terms(self.V_terms, tile, start, rows, self.head_dim_v)
 
-    def _key_parts(self, tensor: Any, tile: Any, start: Any, rows: int, width: int) -> Any:
-        return None if tensor is None else self.key_rows(tensor, tile, start, rows, self.parts * width)
+    def _key_terms(self, tensor: Any, tile: Any, start: Any, rows: int, width: int) -> Any:
+        return None if tensor is None else self.key_rows(tensor, tile, start, rows, self.terms * width)
 
     def dk(self, tile: Any, start: Any, rows: int) -> Any:
         return self.key_rows(self.dK, tile, start, rows, self.head_dim)
@@ -421,19 +421,19 @@ class DenseGradTiles:
         """Row block in the sums of dQ."""
         return sums.row_block(tile.batch * self.Q.shape[2] + head, start)
 
-    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        """Row block in dK_parts or dV_parts."""
+    def dk_row_block(self, partials: FragmentBlocks, tile: Any, start: Any) -> Any:
+        """Row block in dK_partials or dV_partials."""
         batch, _, heads_kv, _ = self.K.shape
-        return parts.row_block((tile.part * batch + tile.batch) * heads_kv + tile.kv_head, start)
+        return partials.row_block((tile.sharer * batch + tile.batch) * heads_kv + tile.kv_head, start)
 
 
 @dataclass(frozen=True)
-class SplitGradTiles(DenseGradTiles):
+class StreamKGradTiles(DenseGradTiles):
     """Tiles of a backward pass in which several CTAs share some key tiles.
 
-    dK_parts and dV_parts: matrices [shared tiles, parts] of the keys of a tile. Shared tiles are in the order of the heads of all batch
-    entries, those of a head from its last keys to its first. So are the numbers of a SplitOrder without head groups. With them, under a
-    causal mask, all tiles are shared or none: launch.bwd_passes.pass_parts.
+    dK_partials and dV_partials: matrices [shared tiles, sharers] of the keys of a tile. Shared tiles are in the order of the heads of all
+    batch entries, those of a head from its last keys to its first. So are the numbers of a StreamKOrder without head groups. With them,
+    under a causal mask, all tiles are shared or none: launch.bwd_passes.pass_sharers.
 
     Args:
         counts: key_tiles.KeyTileCounts.
@@ -448,25 +448,25 @@ class SplitGradTiles(DenseGradTiles):
         head, blocks = tile.batch * self.K.shape[2] + tile.kv_head, self.counts.n_blocks
         return (head + 1) * blocks - 1 - tile.first_key // self.block_N - self.counts.whole
 
-    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        matrix = self.shared_number(tile) * self.counts.parts + tile.part
-        return parts.row_block(matrix, start - tile.first_key)
+    def dk_row_block(self, partials: FragmentBlocks, tile: Any, start: Any) -> Any:
+        matrix = self.shared_number(tile) * self.counts.sharers + tile.sharer
+        return partials.row_block(matrix, start - tile.first_key)
 
 
 @dataclass(frozen=True)
 class PackedGradTiles(DenseGradTiles):
     """Tiles of a backward pass over packed sequences: Q, K, V, dO, dQ, dK, dV in the view of packed().
 
-    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, in sums of dQ, dK_parts and dV_parts a sequence starts at its padded_q or
+    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, in sums of dQ, dK_partials and dV_partials a sequence starts at its padded_q or
     padded_k.
     """
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim
+        cols = self.terms * self.head_dim
         return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, head, cols)
 
     def do(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim_v
+        cols = self.terms * self.head_dim_v
         return packed_rows(self.dO, tile.end_q[0], tile.len_q[0], start, rows, head, cols)
 
     def lse_log2(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
@@ -490,5 +490,5 @@ class PackedGradTiles(DenseGradTiles):
     def dq_row_block(self, sums: FragmentBlocks, tile: Any, head: Any, start: Any) -> Any:
         return sums.packed_row_block(tile, head, start)
 
-    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        return parts.row_block(tile.part * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)
+    def dk_row_block(self, partials: FragmentBlocks, tile: Any, start: Any) -> Any:
+        return partials.row_block(tile.sharer * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Iterator
 
 from tl_attention.config.gpus import GPUS
-from tl_attention.problem.arguments import dtype_name
+from tl_attention.problem.arguments import PassWords, dtype_name
 from tl_attention.problem.attn_problem import (
     DECODE,
     DECODE_OPTIONS,
     DEFAULT_DTYPE,
-    DIRECTIONS,
     DTYPES,
     FP32_DTYPES,
 )
@@ -47,16 +46,19 @@ HELP = {
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments, and the function that serves them."""
     command.add_argument(
-        "shapes",
-        nargs="+",
+        "words",
+        nargs="*",
+        action="extend",
+        default=[],
         metavar="SHAPE",
         help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; the option function= is one of "
         "tl_attention/testing/functions.py, or listed-0.25: a quarter of the blocks at random",
     )
     command.add_argument(
         "--pass",
-        nargs="+",
-        choices=(*DIRECTIONS, DECODE),
+        action=PassWords,
+        passes=question.PASSES,
+        others="words",
         default=("fwd",),
         dest="directions",
         metavar="PASS",
@@ -79,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype
     try:
         gpu = question.gpu_of(arguments.gpu)
-        asked = list(itertools.product(chosen_shapes(arguments.shapes).values(), arguments.directions))
+        if not arguments.words:
+            raise ValueError("SHAPE: expected a name or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..], got none")
+        asked = list(itertools.product(chosen_shapes(arguments.words).values(), arguments.directions))
         for shape, direction in asked:
             check(shape, direction, dtype)
     except ValueError as error:
@@ -229,9 +233,7 @@ def _measured(call: Work, dtype: str) -> Iterator[tuple[str, str]]:
 
 def _config(call: Work) -> Iterator[tuple[str, str]]:
     yield "config", str(call.config)
-    yield "from", call.source
-    for miss in call.misses:
-        yield "tried before", miss
+    yield "from", question.short_paths(call.source)
 
 
 def short(number: float, unit: str) -> str:

@@ -84,14 +84,14 @@ def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
 @T.macro
 def add_step(producer, acc_dq, turns, step, tile, blocks):
     """Compute dQ = dS K of a step, and add it to the sums. turns: of order.by_tma()."""
-    shared, config, sums = producer.shared, producer.config, producer.shared.dq.rounding.sums
+    smem, config, sums = producer.smem, producer.config, producer.smem.dq.rounding.sums
     row_block = producer.tiles.dq_row_block(sums, tile, blocks.head, blocks.query)
-    shared.dS.wait(step)
+    smem.dS.wait(step)
     for first_row, first_col in pieces(producer):
         for w in tuple(range(config.warpgroups)):
             T.wgmma_gemm(
-                shared.dS.columns(step, w, slice(first_row, first_row + ROWS)),
-                shared.K.tiles[w, :, first_col : first_col + COLUMNS],
+                smem.dS.columns(step, w, slice(first_row, first_row + ROWS)),
+                smem.K.tiles[w, :, first_col : first_col + COLUMNS],
                 acc_dq,
                 transpose_A=True,
                 policy=T.GemmWarpPolicy.FullRow,
@@ -99,15 +99,15 @@ def add_step(producer, acc_dq, turns, step, tile, blocks):
             )
         T.wait_wgmma(0)
         if (first_row, first_col) == pieces(producer)[-1]:
-            shared.dS.release(step)
+            smem.dS.release(step)
         if (first_row, first_col) == (0, 0):
             turns.begin(step)
-        shared.dq.memory.add(acc_dq, sums, row_block + first_row // 16, first_col)
+        smem.dq.memory.add(acc_dq, sums, row_block + first_row // 16, first_col)
 
 
 def add_dq(producer: KeyTileProducer) -> None:
     """Add dQ of each step of a CTA."""
-    config, ring, sink = producer.config, producer.shared.K, producer.shared.dq
+    config, ring, sink = producer.config, producer.smem.K, producer.smem.dq
     acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
     turns = sink.order.by_tma()
 

@@ -20,7 +20,7 @@ from tl_attention.kernels.seams.products import scale
 
 @T.meta_class
 class DqTiles(WrittenTiles):
-    """DqSink of shared tiles of dQ of a step, which TMA stores: a piece per warpgroup that computes some.
+    """DqSink of smem tiles of dQ of a step, which TMA stores: a piece per warpgroup that computes some.
 
     Args:
         pieces: key_tiles.dq_pieces().

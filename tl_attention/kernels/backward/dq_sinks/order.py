@@ -136,7 +136,7 @@ class OrderKeeper:
     def place(self, tile: Any, blocks: Any) -> Any:
         """Address of the turn of a step."""
         producer = self.producer
-        sums = producer.shared.dq.rounding.sums
+        sums = producer.smem.dq.rounding.sums
         return T.address_of(self.turns[producer.tiles.dq_row_block(sums, tile, blocks.head, blocks.query)])
 
     @T.inline

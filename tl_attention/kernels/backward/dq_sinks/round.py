@@ -134,7 +134,7 @@ class Rounding:
     heads_kv: Any
 
     def counter(self, tile: Any) -> Any:
-        """Index in `progress` of the count of additions that a tile is part of."""
+        """Index in `progress` of the count of additions that a tile belongs to."""
         raise NotImplementedError
 
     def weight(self, tile: Any, tiles: Any) -> Any:
@@ -167,7 +167,7 @@ class Rounding:
 
     @T.inline
     def count_empty(self, tile):
-        """Count a part without queries as added, for all warps that add."""
+        """Count a share without queries as added, for all warps that add."""
         if T.get_thread_binding() % 32 == 0:
             self.count_added(tile, DQ_WARPS)
 
@@ -221,8 +221,8 @@ class DqRounding(Rounding):
         return 1 + self.unit(tile)
 
     def weight(self, tile: Any, tiles: Any) -> Any:
-        """1 for a part, `parts` for a tile that no other CTA shares."""
-        return T.if_then_else(tiles.shared_number(tile) >= 0, 1, self.counts.parts)
+        """1 for the share of a sharer, `sharers` for a tile of one CTA."""
+        return T.if_then_else(tiles.shared_number(tile) >= 0, 1, self.counts.sharers)
 
     def _await_rounded(self, unit: Any) -> Any:
         counter = T.address_of(self.progress[1 + self.units + unit])
@@ -240,4 +240,4 @@ class DqRounding(Rounding):
     def loop_arguments(self) -> tuple:
         counts = self.counts
         sums = counts.heads_per_kv, self.slots, self.sum_rows
-        return self.dQ.shape[0], *sums, counts.n_blocks, counts.parts
+        return self.dQ.shape[0], *sums, counts.n_blocks, counts.sharers

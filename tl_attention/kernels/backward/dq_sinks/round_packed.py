@@ -80,4 +80,4 @@ class PackedRounding(Rounding):
 
     def loop_arguments(self) -> tuple:
         table = T.address_of(self.table[0, 0]), self.table.shape[0]
-        return *table, self.heads_kv, self.counts.heads_per_kv, self.counts.parts, self.sums.ring
+        return *table, self.heads_kv, self.counts.heads_per_kv, self.counts.sharers, self.sums.ring

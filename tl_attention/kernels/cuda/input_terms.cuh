@@ -1,4 +1,4 @@
-// Items of fp32 inputs, and their bf16 parts, see input_parts.py, which fills in ITEM_ELEMENTS and STAGE_BYTES.
+// Items of fp32 inputs, and their bf16 terms, see input_terms.py, which fills in ITEM_ELEMENTS and STAGE_BYTES.
 // Item number -> rows of one head: those of the first input, then those of the second, one head after another.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Configs of the kernels before attention in fp32, which split its inputs into bf16 parts."""
+"""Configs of the kernels before attention in fp32, which split its inputs into bf16 terms."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 
 @dataclass(frozen=True)
-class PartsConfig:
-    """The kernel before attention in fp32: splits K and V, in a backward Q and dO, into bf16 parts."""
+class TermsConfig:
+    """The kernel before attention in fp32: splits K and V, in a backward Q and dO, into bf16 terms."""
 
     rows: int = 32  # rows of one head per CTA
     threads: int = 128
 
     def __str__(self) -> str:
-        return f"parts {self.rows}"
+        return f"terms {self.rows}"
 
 
-PART_STAGES = (8, 3)  # numbers of tiles that a warp loads ahead, the best first
-# Warps per CTA that make parts beside attention; one less in a backward where one of them draws tiles
+TERM_STAGES = (8, 3)  # numbers of tiles that a warp loads ahead, the best first
+# Warps per CTA that make terms beside attention; one less in a backward where one of them draws tiles
 MAKERS = 3
 STAGE_BYTES = 1024  # of fp32 rows, a tile that such a warp loads ahead
 
 
 def staging_bytes(stages: int, warps: int = MAKERS) -> int:
-    """Shared memory of warps that make parts, each with `stages` tiles ahead."""
+    """Shared memory of warps that make terms, each with `stages` tiles ahead."""
     return warps * stages * STAGE_BYTES
 
 
@@ -35,22 +35,22 @@ def splits_keys(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
     return problem.is_fp32 and "dk" in makes
 
 
-def stores_key_parts(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
-    """True if such a pass stores the parts of K and V for the passes after it."""
+def stores_key_terms(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
+    """True if such a pass stores the terms of K and V for the passes after it."""
     return splits_keys(problem, makes) and "dq" not in makes
 
 
-ITEM_ELEMENTS = 8192  # rows times columns of an item of kernels/fp32/input_parts.py
+ITEM_ELEMENTS = 8192  # rows times columns of an item of kernels/fp32/input_terms.py
 
 
-def part_items(width: int, heads: Any, seqlen: Any) -> Any:
-    """Items of kernels/fp32/input_parts.py, of two tensors."""
+def term_items(width: int, heads: Any, seqlen: Any) -> Any:
+    """Items of kernels/fp32/input_terms.py, of two tensors."""
     rows = ITEM_ELEMENTS // width
     return heads * 2 * ((seqlen + rows - 1) // rows)
 
 
 @dataclass(frozen=True)
-class FirstPartsConfig:
+class FirstTermsConfig:
     """The kernel before attention in fp32 whose idle warps split its inputs: splits those of the first heads."""
 
     warps: int = 4  # per CTA, each with an item
@@ -62,12 +62,12 @@ class FirstPartsConfig:
         return 32 * self.warps
 
     def __str__(self) -> str:
-        return "first parts"
+        return "first terms"
 
 
-def parts_kernels(
+def terms_kernels(
     problem: AttnProblem, beside: bool = False
-) -> list[tuple[AttnProblem, PartsConfig | FirstPartsConfig]]:
+) -> list[tuple[AttnProblem, TermsConfig | FirstTermsConfig]]:
     """The kernel that splits inputs of an fp32 problem, or those of the first heads; none for other dtypes.
 
     Args:
@@ -75,5 +75,5 @@ def parts_kernels(
     """
     if not problem.is_fp32:
         return []
-    config = FirstPartsConfig() if beside else PartsConfig()
+    config = FirstTermsConfig() if beside else TermsConfig()
     return [(AttnProblem(problem.dtype, problem.head_dim, problem.head_dim, False), config)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tl_attention.config.kernel_configs import BwdPass
-from tl_attention.config.part_configs import splits_keys
+from tl_attention.config.term_configs import splits_keys
 from tl_attention.kernels.backward.dq_sinks.sink import DqSink
 from tl_attention.kernels.backward.key_tiles import KeyTileBox, key_chunk
 from tl_attention.kernels.backward.passes import KeyPass
@@ -16,11 +16,11 @@ from tl_attention.kernels.seams.pipeline import (
     TileRing,
     alloc_each,
     alloc_exchange,
-    alloc_parts,
     alloc_swizzled,
+    alloc_terms,
     input_ring,
 )
-from tl_attention.kernels.sources.tiles import SharedTiles
+from tl_attention.kernels.sources.tiles import SmemTiles
 from tl_attention.problem.attn_problem import AttnProblem
 
 
@@ -51,19 +51,19 @@ def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | N
 
 
 def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
-    """Tiles [64, block_M] of dS' for dq; in fp32 one per warpgroup, which alone reads it, and per part."""
+    """Tiles [64, block_M] of dS' for dq; in fp32 one per warpgroup, which alone reads it, and per term."""
     if "dq" not in config.makes:
         return None
     if problem.is_fp32:
-        return alloc_parts(
-            config.warpgroups, problem.parts, [64, config.block_M], problem.dtype_of("ds"), "dS"
+        return alloc_terms(
+            config.warpgroups, problem.terms, [64, config.block_M], problem.dtype_of("ds"), "dS"
         )
     readers = 4 if config.dq_apart else None
     shape = config.warpgroups, config.block_M, problem.dtype_of("ds")
     return alloc_exchange(config.order != "", *shape, "dS", readers)
 
 
-def alloc_shared_tiles(
+def alloc_smem_tiles(
     problem: AttnProblem,
     config: BwdPass,
     K: TileRing,
@@ -71,26 +71,26 @@ def alloc_shared_tiles(
     dV: Any,
     inputs: Any,
     alloc_dq: Callable[[], DqSink],
-) -> SharedTiles:
-    """Allocate the remaining SharedTiles of a CTA. alloc_dq: makes the way of dQ, with its shared memory."""
-    dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
+) -> SmemTiles:
+    """Allocate the remaining SmemTiles of a CTA. alloc_dq: makes the way of dQ, with its shared memory."""
+    dtype_of, terms, warpgroups, block_M = problem.dtype_of, problem.terms, config.warpgroups, config.block_M
     dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
-    q_shape = [config.num_stages, block_M, parts * problem.head_dim]
-    do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
+    q_shape = [config.num_stages, block_M, terms * problem.head_dim]
+    do_shape = [config.num_stages_do, block_M, terms * problem.head_dim_v]
     dk_shape, has_dk = [64, problem.head_dim], dynamic and not problem.is_fp32  # fp32 leaves from registers
     stores_tiles = config.adds_dq and not problem.sends_dS
     walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
     box = consumer_warps + walkers, has_table, late, ordered, config.has_five_counts(problem)
-    Q = TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts)
-    dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts)
+    Q = TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, terms=terms)
+    dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", terms=terms)
     P = (
         alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P")
         if KeyPass(problem, config).stages_P
         else None
     )
-    return SharedTiles(
+    return SmemTiles(
         Q=Q,
         dO=dO,
         K=K,

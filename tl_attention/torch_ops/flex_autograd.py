@@ -1,0 +1,140 @@
+"""Launches and derivatives of calls with functions of scores: flex_attention after its checks and traces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from tl_attention import launch
+from tl_attention.checks.flex import (
+    FLASH_NAMES,
+    FLEX_NAMES,
+    Names,
+    no_second_order,
+)
+from tl_attention.checks.fp32 import has_gradient_kernels
+from tl_attention.problem.options import options_of_terms
+from tl_attention.problem.program import Call
+from tl_attention.reference.flex import flex_backward_reference, flex_reference
+
+if TYPE_CHECKING:
+    pass
+
+
+def run_forward(
+    call: Call, layout: tuple, terms: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the kernels, on the CPU by the reference.
+
+    Args:
+        layout: fields of options.Call.
+        terms: as in Options.
+    """
+    scale, _, _, heads_first, deterministic = layout
+    if q.is_cuda:
+        others = {"options": options_of_terms(terms), "traced": call, "deterministic": deterministic}
+        return launch.forward(q, k, v, scale, False, False, heads_first, **others)
+    out, lse = flex_reference(*((q, k, v) if heads_first else transposed(q, k, v)), scale, call)
+    out = out.to(q.dtype)
+    return (out if heads_first else out.transpose(1, 2)), lse
+
+
+class _Flex(torch.autograd.Function):
+    """Differentiable launch on a GPU, or reference on the CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        layout: tuple[Any, ...],
+        terms: int,
+        results: tuple[torch.Tensor, torch.Tensor] | None,
+        *inputs: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        """inputs: q, k, v, captured tensors. layout, terms: as in run_forward(). results: as in attend_functions()."""
+        q, k, v, *_ = inputs
+        out, lse = run_forward(call, layout, terms, q, k, v) if results is None else results
+        ctx.asked = call.program, call.numbers, call.blocks, layout, terms
+        ctx.save_for_backward(out, lse, *inputs)
+        ctx.set_materialize_grads(False)  # no zeros for an unused lse
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        out, lse, q, k, v, *tensors = ctx.saved_tensors
+        program, numbers, blocks, layout, terms = ctx.asked
+        scale, _, _, heads_first, deterministic = layout
+        grads: list[torch.Tensor | None] = [None] * len(tensors)
+        if dout is None and dlse is None:
+            return *[None] * 7, *grads
+        given = dout, dlse
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        call = Call(program, tuple(tensors), numbers, blocks)
+        if q.is_cuda and has_gradient_kernels(q, v, terms):
+            others = {"options": options_of_terms(terms), "traced": call}
+            modes = False, False, heads_first, deterministic, dlse
+            found = launch.backward(dout, q, k, v, out, lse, scale, *modes, **others)
+        else:
+            inputs = (dout, q, k, v) if heads_first else transposed(dout, q, k, v)
+            dq, dk, dv, *sums = flex_backward_reference(inputs[0], dlse, *inputs[1:], scale, call)
+            rows = (dq, dk, dv) if heads_first else transposed(dq, dk, dv)
+            found = dict(zip(("q", "k", "v", *program.learned), (*rows, *sums), strict=True))
+        for i in program.learned:
+            grads[i] = found[i].to(tensors[i].dtype)
+        grads = [found["q"], found["k"], found["v"], *grads]
+        if torch.is_grad_enabled():
+            names = FLEX_NAMES if heads_first else FLASH_NAMES
+            grads = _Once.apply(names, len(grads), *grads, *given, q, k, v, *tensors)
+        return *[None] * 4, *grads
+
+
+# Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them
+differentiable = super(torch.autograd.Function, _Flex).apply
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that refuse to be differentiated, where a backward is recorded (create_graph=True)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, names: Names, number: int, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """names: of the caller. tensors: `number` gradients, then what they depend on."""
+        ctx.names = names
+        return tuple(None if x is None else x.detach() for x in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> NoReturn:
+        raise no_second_order(ctx.names.function)
+
+
+class Shapes(torch.autograd.Function):
+    """Results and gradients of fake tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_first: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """inputs: q, k, v, captured tensors."""
+        q, _, v, *_ = inputs
+        batch, heads, rows = (q.shape[i] for i in ((0, 1, 2) if heads_first else (0, 2, 1)))
+        out = q.new_empty((*q.shape[:3], v.shape[-1]))
+        if not (heads_first or q.is_cuda):  # the reference has heads first
+            out = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
+        ctx.inputs = [(x.shape, x.dtype) for x in inputs]
+        ctx.save_for_backward(q)
+        ctx.names = FLEX_NAMES if heads_first else FLASH_NAMES
+        return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+        (q,) = ctx.saved_tensors
+        asked = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
+        grads = [q.new_empty(shape, dtype=dtype) if needs else None for (shape, dtype), needs in asked]
+        if torch.is_grad_enabled():
+            grads = _Once.apply(ctx.names, len(grads), *grads, dout, dlse, q)
+        return None, *grads
+
+
+def transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)

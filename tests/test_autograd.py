@@ -165,13 +165,6 @@ def test_mha_bwd_interface_equals_autograd_and_its_twin(shape, deterministic, de
     torch.testing.assert_close(kernel(do, q, k, v, out, lse), grads, rtol=0.01, atol=0.01)
 
 
-def test_gradient_of_a_gradient_is_refused(device):
-    q, k, v = leaves(Shape.parse(SHAPES["full"]), device)
-    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradient of a gradient"):
-        dq.sum().backward()
-
-
 def test_double_backward_is_refused_though_the_first_made_no_graph_of_its_inputs(device):
     q, k, v = (x.detach() for x in leaves(Shape.parse(SHAPES["full"]), device))
     q.requires_grad_()
@@ -271,17 +264,6 @@ def test_compile_of_forward_and_backward_has_no_break_and_serves_every_length(fu
         assert_close(grads, torch.autograd.grad(loss_of(*inputs), inputs))
 
 
-def test_compile_of_the_backward_interface_has_no_break(device):
-    torch._dynamo.reset()
-    shape = Shape.parse(SHAPES["gqa-causal"])
-    q, k, v = (x.transpose(1, 2) for x in make_inputs(shape, BF16, device=device))
-    do = make_dout(shape, BF16, device=device).transpose(1, 2)
-    out, lse = mha_fwd_interface(q, k, v, is_causal=True)
-    compiled = torch.compile(mha_bwd_interface, fullgraph=True, backend="aot_eager")
-    arguments = (do, q, k, v, out, lse, None, True)
-    torch.testing.assert_close(compiled(*arguments), mha_bwd_interface(*arguments), rtol=0.01, atol=0.01)
-
-
 @pytest.mark.gpu
 def test_forward_and_backward_in_one_cuda_graph():
     shape = Shape.parse(SHAPES["gqa-causal"])
@@ -309,20 +291,6 @@ def test_compile_into_graph_trees():
         inputs = [x.requires_grad_() for x in make_inputs(shape, BF16, seed=seed)]
         expected = gradients(flash, inputs, True, dout)
         assert_close(gradients(compiled, inputs, True, dout), expected)
-
-
-@functions
-def test_checkpointing_gives_the_same_gradients(function, expected, device):
-    shape = Shape.parse(SHAPES["gqa-causal"])
-    inputs = leaves(shape, device)
-    dout, dlse = make_dout(shape, BF16, device=device), make_dlse(shape, BF16, device=device)
-
-    def recomputed(q, k, v, causal):
-        return checkpoint(function, q, k, v, causal, use_reentrant=False)
-
-    assert_close(
-        gradients(recomputed, inputs, True, dout, dlse), gradients(function, inputs, True, dout, dlse)
-    )
 
 
 class Attention(nn.Module):

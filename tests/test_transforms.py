@@ -18,7 +18,6 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
-    mha_bwd_interface,
     mha_fwd_interface,
 )
 
@@ -136,8 +135,15 @@ def test_grad_and_vjp_equal_autograd(form, name, device):
     assert_close(pull(torch.ones_like(value)), wanted)
 
 
-@cases
-@pytest.mark.parametrize("batched", ["all", "first", "last"])
+# The last tensor of "sink" is the sink
+ONE_TENSOR = [case for case in CASES if case[1] in ("plain", "sink")]
+VMAPPED = [
+    *((*case, "all") for case in CASES),
+    *((*case, x) for case in ONE_TENSOR for x in ("first", "last")),
+]
+
+
+@pytest.mark.parametrize(("form", "name", "batched"), VMAPPED, ids=map("-".join, VMAPPED))
 def test_vmap_equals_a_loop(form, name, batched, device):
     """Outputs and per-sample gradients, where all tensors or one of them have samples."""
     arguments = options(device)[name]
@@ -302,17 +308,6 @@ def test_per_sample_gradients_of_a_layer(device):
     for i in range(4):
         wanted = torch.autograd.grad(loss(dict(layer.named_parameters()), x[i]), list(layer.parameters()))
         assert_close([per_sample[name][i] for name in parameters], wanted)
-
-
-def test_vmap_of_the_backward_interface(device):
-    q, k, v = random(device, *((SAMPLES, *size) for size in FORMS["mha"][0]))
-    out, lse = vmap(mha_fwd_interface)(q, k, v)
-    arguments = torch.randn_like(out), q, k, v, out, lse
-    wanted = [
-        torch.stack(x)
-        for x in zip(*(mha_bwd_interface(*x) for x in zip(*arguments, strict=True)), strict=True)
-    ]
-    assert_close(vmap(mha_bwd_interface)(*arguments), wanted)
 
 
 COMPILED = {

@@ -48,9 +48,9 @@ def distance(function, q, k, v):
     return abs(first - second) / abs(first)
 
 
-@pytest.mark.parametrize(
-    ("backend", "budget"), [*((PARTITION, x) for x in (1.0, 0.5, 0.1, 0.0)), ("aot_eager", 0.5)]
-)
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize("backend", [PARTITION, "aot_eager"])
 def test_memory_budgets_keep_the_mask(budget, backend, device):
     with config.patch(activation_memory_budget=budget):
         compiled = torch.compile(attend, backend=backend, fullgraph=True)
@@ -103,10 +103,9 @@ def checkpointed(asked, q, k, v):
     return checkpoint(lambda q, k, v: attend(q, k, v) + v, q, k, x, use_reentrant=False, **asked)
 
 
-@pytest.mark.parametrize(
-    ("backend", "way"),
-    [*((backend, way) for backend in (None, PARTITION) for way in WAYS), ("aot_eager", "plain")],
-)
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize("backend", [None, PARTITION, "aot_eager"])
+@pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_keep_the_mask(way, backend, device):
     function = functools.partial(checkpointed, WAYS[way])
     if backend:

@@ -135,15 +135,9 @@ def test_grad_and_vjp_equal_autograd(form, name, device):
     assert_close(pull(torch.ones_like(value)), wanted)
 
 
-# The last tensor of "sink" is the sink
-ONE_TENSOR = [case for case in CASES if case[1] in ("plain", "sink")]
-VMAPPED = [
-    *((*case, "all") for case in CASES),
-    *((*case, x) for case in ONE_TENSOR for x in ("first", "last")),
-]
-
-
-@pytest.mark.parametrize(("form", "name", "batched"), VMAPPED, ids=map("-".join, VMAPPED))
+@pytest.mark.in_turn(75)
+@cases
+@pytest.mark.parametrize("batched", ["all", "first", "last"])
 def test_vmap_equals_a_loop(form, name, batched, device):
     """Outputs and per-sample gradients, where all tensors or one of them have samples."""
     arguments = options(device)[name]
@@ -317,14 +311,11 @@ COMPILED = {
 }
 
 
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("transform", COMPILED)
 @pytest.mark.parametrize(
-    ("form", "name", "transform"),
-    [
-        *(("flash", "everything", transform) for transform in COMPILED),
-        ("flash", "causal", "vmap-grad"),
-        ("flash", "alibi-of-each", "vmap"),
-        ("varlen", "everything", "vmap-grad"),
-    ],
+    ("form", "name"),
+    [("flash", "causal"), ("flash", "alibi-of-each"), ("flash", "everything"), ("varlen", "everything")],
 )
 def test_compile_of_transforms_has_no_break(form, transform, name, device):
     torch._dynamo.reset()

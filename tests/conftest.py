@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The CPU, where the reference runs, and a GPU."""
+    return request.param
+
+
 @pytest.fixture
 def highest_precision() -> Iterator[None]:
     """Set the default precision of fp32 products to "highest" for a test."""
@@ -55,13 +61,16 @@ def own_cache(
 
 
 def leave_some_in_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of tests marked in_turn that another commit runs."""
+    """Deselect the cases of tests marked in_turn that another commit runs. Those of a GPU all run."""
     cases = defaultdict(list)
     for item in items:
-        if marker := item.get_closest_marker("in_turn"):
+        marker = item.get_closest_marker("in_turn")
+        if marker and not item.get_closest_marker("gpu"):
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     others = {case for found in cases.values() for case in found} - {
-        found[(commit_seed() + i) % len(found)] for (_, count), found in cases.items() for i in range(count)
+        found[(commit_seed() + i * len(found) // count) % len(found)]
+        for (_, count), found in cases.items()
+        for i in range(min(count, len(found)))
     }
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])

@@ -25,11 +25,6 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def flash(q, k, v, causal):
     """(out, natural lse) of q, k, v [batch, seqlen, heads, head_dim]."""
     return flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)[:2]
@@ -170,13 +165,6 @@ def test_mha_bwd_interface_equals_autograd_and_its_twin(shape, deterministic, de
     torch.testing.assert_close(kernel(do, q, k, v, out, lse), grads, rtol=0.01, atol=0.01)
 
 
-def test_gradient_of_a_gradient_is_refused(device):
-    q, k, v = leaves(Shape.parse(SHAPES["full"]), device)
-    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradient of a gradient"):
-        dq.sum().backward()
-
-
 def test_double_backward_is_refused_though_the_first_made_no_graph_of_its_inputs(device):
     q, k, v = (x.detach() for x in leaves(Shape.parse(SHAPES["full"]), device))
     q.requires_grad_()
@@ -226,24 +214,26 @@ def laid_out(x, options):
     return x.detach().transpose(1, 2).requires_grad_(x.requires_grad) if heads_first else x
 
 
-# Each two of shape, options, and layout with or without a gradient of the lse meet once
-GRADIENTS = ("bshd", False), ("packed", True), ("packed", False), ("bshd", True)
-CHECKED = [
-    pytest.param(shape, OPTIONS[option], *GRADIENTS[(i + j) % 4], id=f"{name}-{option}")
-    for i, (name, shape) in enumerate(SHAPES.items())
-    for j, option in enumerate(OPTIONS)
-]
-
-
-@pytest.mark.parametrize(("shape", "options", "layout", "with_dlse"), CHECKED)
-def test_opcheck(shape, options, layout, with_dlse, device):
+@pytest.mark.in_turn(6)
+@shapes
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_opcheck_of_the_forward(shape, options, device):
     shape = Shape.parse(shape)
-    q, k, v = (laid_out(x, options) for x in make_inputs(shape, BF16, layout, device=device))
-    if with_dlse:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        torch.library.opcheck(torch.ops.tl_attention.fwd.default, (*leaves, 0.125, *options))
-    dout = laid_out(make_dout(shape, BF16, layout, device=device), options)
+    q, k, v = (laid_out(x, options) for x in leaves(shape, device))
+    torch.library.opcheck(torch.ops.tl_attention.fwd.default, (q, k, v, 0.125, *options))
+
+
+@pytest.mark.in_turn(16)
+@shapes
+@pytest.mark.parametrize("layout", ["bshd", "packed"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["no-dlse", "dlse"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_opcheck_of_the_backward(shape, layout, with_dlse, options, device):
+    shape = Shape.parse(shape)
+    q, k, v = make_inputs(shape, BF16, layout, device=device)
+    dout = make_dout(shape, BF16, layout, device=device)
     dlse = make_dlse(shape, BF16, device=device) if with_dlse else None
+    q, k, v, dout = (laid_out(x, options) for x in (q, k, v, dout))
     out, lse = torch.ops.tl_attention.fwd(q, k, v, 0.125, *options)
     torch.library.opcheck(
         torch.ops.tl_attention.bwd.default, (dout, q, k, v, out, lse, dlse, 0.125, *options)
@@ -256,12 +246,13 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("function", "lengths"), [(flash, "square"), (flash, "more-keys"), (mha, "more-keys")]
-)
-def test_compile_of_forward_and_backward_has_no_break_and_serves_every_length(function, lengths, device):
+@pytest.mark.in_turn(3)
+@functions
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_compile_of_forward_and_backward_has_no_break_and_serves_every_length(
+    function, expected, lengths, device
+):
     torch._dynamo.reset()
-    first, *_ = lengths = LENGTHS[lengths]
 
     def loss_of(q, k, v):
         out, lse = function(q * 1.5, k, v, True)
@@ -271,20 +262,9 @@ def test_compile_of_forward_and_backward_has_no_break_and_serves_every_length(fu
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=backend)
     for seqlen_q, seqlen_k in lengths:
         inputs = leaves(Shape(2, 4, 2, seqlen_q, seqlen_k, 64, 64, True), device)
-        with torch._dynamo.config.patch(error_on_recompile=(seqlen_q, seqlen_k) != first):
+        with torch._dynamo.config.patch(error_on_recompile=(seqlen_q, seqlen_k) != lengths[0]):
             grads = torch.autograd.grad(compiled(*inputs), inputs)
         assert_close(grads, torch.autograd.grad(loss_of(*inputs), inputs))
-
-
-def test_compile_of_the_backward_interface_has_no_break(device):
-    torch._dynamo.reset()
-    shape = Shape.parse(SHAPES["gqa-causal"])
-    q, k, v = (x.transpose(1, 2) for x in make_inputs(shape, BF16, device=device))
-    do = make_dout(shape, BF16, device=device).transpose(1, 2)
-    out, lse = mha_fwd_interface(q, k, v, is_causal=True)
-    compiled = torch.compile(mha_bwd_interface, fullgraph=True, backend="aot_eager")
-    arguments = (do, q, k, v, out, lse, None, True)
-    torch.testing.assert_close(compiled(*arguments), mha_bwd_interface(*arguments), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.gpu
@@ -314,20 +294,6 @@ def test_compile_into_graph_trees():
         inputs = [x.requires_grad_() for x in make_inputs(shape, BF16, seed=seed)]
         expected = gradients(flash, inputs, True, dout)
         assert_close(gradients(compiled, inputs, True, dout), expected)
-
-
-@functions
-def test_checkpointing_gives_the_same_gradients(function, expected, device):
-    shape = Shape.parse(SHAPES["gqa-causal"])
-    inputs = leaves(shape, device)
-    dout, dlse = make_dout(shape, BF16, device=device), make_dlse(shape, BF16, device=device)
-
-    def recomputed(q, k, v, causal):
-        return checkpoint(function, q, k, v, causal, use_reentrant=False)
-
-    assert_close(
-        gradients(recomputed, inputs, True, dout, dlse), gradients(function, inputs, True, dout, dlse)
-    )
 
 
 class Attention(nn.Module):

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -31,7 +30,6 @@ from rich.console import Console
 from rows import Row
 
 ENVIRONMENT = {"gpu": "H", "torch": "2", "commit": "c", "command": "run.py"}
-MS = 1.0
 
 
 def fake_row(provider: str, shape: str, ms: float | None, direction: str = "fwd", **other: object) -> Row:
@@ -242,36 +240,6 @@ def test_bench_report_writes_a_page_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     assert "expected PASS.jsonl files" in capsys.readouterr().err
 
 
-def test_bench_plots_lengths_or_problems() -> None:
-    by_length = plots.of_race("fwd", "main", ROWS)
-    assert by_length.count("<polyline") == 3, "a line per library that has a speed"
-    assert ">H16 d128 full, 16k tokens<" in by_length and ">4k<" in by_length
-    by_problem = plots.of_race("fwd", "options", ROWS[:3])
-    assert "<polyline" not in by_problem and by_problem.count("<circle") == 3
-    assert (
-        ">B16 H16 S1024 d128 full<" in by_problem and ">Forward with options, TFLOPS (H, bf16)<" in by_problem
-    )
-    assert not plots.of_race("bwd_det", "main", [ROWS[0]]), "it compares nothing"
-    for text in (by_length, by_problem):
-        ElementTree.fromstring(text)
-
-
-def test_bench_plot_of_decodes_has_a_cell_per_problem() -> None:
-    rows = [ours(f"{batch},8,1,1,2048,128,128,full", 1.0, "decode", fa4=0.8 * batch) for batch in (1, 2, 3)]
-    rows += [fake_row("fa4", row["problem"], 1.0, "decode") for row in rows]
-    text = plots.of_race("decode", "main", rows)
-    for color, count in (("#b2182b", 2), ("#67a9cf", 2), ("#2166ac", 2)):
-        assert text.count(color) == count, "a cell, and the legend"
-    assert ">q1 H8/1<" in text and ">B3<" in text and ">2k<" in text
-
-
-def test_bench_plot_of_means_has_a_dot_per_race_and_library() -> None:
-    runs = {("fwd", "main"): ROWS, ("bwd", "more"): forward("bwd")}
-    text = plots.of_means(runs)
-    assert text.count("<circle") == 4 and ">Backward: other sizes<" in text
-    assert not plots.of_means({("fwd", "main"): [fake_row("fa2", SHORT, 1.0)]})
-
-
 def test_bench_readme_block_has_a_caption_and_names_losses(tmp_path: Path) -> None:
     shape = f"{plots.SERIES}8k"
     store(tmp_path, [row | {"shape": shape} for row in ROWS[:3]])
@@ -288,17 +256,6 @@ def test_bench_readme_block_has_a_caption_and_names_losses(tmp_path: Path) -> No
     assert "is faster: Forward 1 of 1 (worst 0.90); Backward 1 of 1 (worst 0.90)." in text
     assert text.endswith("\n<!-- /speed -->\nafter\n")
     assert performance.with_speed_block("no markers", tmp_path) == "no markers"
-
-
-def test_bench_readme_plot_has_a_line_per_library() -> None:
-    names = ("paper-d128-causal-1k", "paper-d128-causal-4k")
-    rows = [
-        fake_row(peer, name, 1.0) for name in names for peer in ("tl_attention", "fa2", "fa3", "fa4", "cudnn")
-    ]
-    text = plots.of_readme({"fwd": [*rows, fake_row("fa2", LONG, 1.0)], "bwd": rows})
-    assert text.count("<polyline") == 10 and text.count("<circle") == 20
-    assert ">1k<" in text and ">4k<" in text and "FlashAttention-4" in text
-    ElementTree.fromstring(text)
 
 
 def stored_results() -> Path:

@@ -25,7 +25,6 @@ from tl_attention.config.kernel_configs import (
     TermsConfig,
     terms_kernels,
 )
-from tl_attention.config.register_levels import REGISTER_LEVEL, register_level
 from tl_attention.problem.attn_problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
@@ -34,14 +33,12 @@ from tl_attention.problem.attn_problem import (
     OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
-    tile_widths,
     tuning_key,
 )
 from tl_attention.problem.target import gpu_slug
 
 D128 = AttnProblem("bfloat16", 128, 128, True)
 D64 = AttnProblem("bfloat16", 64, 64, False)
-D96 = AttnProblem("bfloat16", 96, 96, False)
 TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 
 
@@ -51,23 +48,21 @@ ROW_BUCKETS = "short", "256", "tile", "tile192"  # some classes have no line for
 CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in catalog.problems(direction)]
 
 
-@pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
-def test_grid_default_and_candidates_are_legal(problem, direction):
-    default = configs.default_config(problem, direction)
-    assert legality.fault(problem, default, direction) is None
-    for bucket in buckets(direction):
-        found = configs.candidates(problem, bucket, direction)
-        assert found[0] == configs.default_config(problem, direction, bucket)
-        assert (bucket not in ROW_BUCKETS) < len(found) == len(set(found)) <= 26
-        assert [c for c in found if legality.fault(problem, c, direction)] == []
-
-
-@pytest.mark.parametrize(("problem", "direction"), [c for c in CLASSES if c[1] != "bwd_det"], ids=str)
-def test_every_config_of_a_search_line_can_run(problem, direction):
-    for line in configs._class_table(problem, direction)["search"]:
-        assert set(line.get("buckets", BUCKETS)) <= {*BUCKETS, *ROW_BUCKETS}
-        for config in configs._line_configs(problem, line, direction):
-            assert legality.fault(problem, config, direction) is None
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_config_of_the_grid_can_run(direction):
+    """Defaults, candidates of each length class, and all configs of its search lines."""
+    for problem in catalog.problems(direction):
+        asked = {configs.default_config(problem, direction): "default"}
+        for bucket in buckets(direction):
+            found = configs.candidates(problem, bucket, direction)
+            assert found[0] == configs.default_config(problem, direction, bucket), f"{problem} {bucket}"
+            assert (bucket not in ROW_BUCKETS) < len(found) == len(set(found)) <= 26, f"{problem} {bucket}"
+            asked |= dict.fromkeys(found, bucket)
+        for line in configs._class_table(problem, direction)["search"] if direction != "bwd_det" else ():
+            assert set(line.get("buckets", BUCKETS)) <= {*BUCKETS, *ROW_BUCKETS}, problem
+            asked |= dict.fromkeys(configs._line_configs(problem, line, direction), "search")
+        faults = {c: fault for c in asked if (fault := legality.fault(problem, c, direction))}
+        assert not faults, problem
 
 
 def test_every_section_of_the_grid_serves_a_problem():
@@ -76,96 +71,23 @@ def test_every_section_of_the_grid_serves_a_problem():
         assert [name for name, table in configs._grid()[section].items() if id(table) not in served] == []
 
 
-def test_search_line_is_a_product_of_lists():
-    line = {
-        "passes": [
-            {"grads": "dk", "tiles": [[64, 128], [48, 128, 3]], "num_stages_do": [1, 2]},
-            {"grads": "dv", "tiles": [[80, 128]]},
-        ]
-    }
-    dv = BwdPass("dv", 80, 128)
-    assert configs._line_configs(D128, line, "bwd") == [
-        BwdConfig((BwdPass("dk", *sizes), dv))
-        for sizes in ((64, 128, 2, 1), (64, 128, 2, 2), (48, 128, 3, 1), (48, 128, 3, 2))
-    ]
-    line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "grid"}
-    assert configs._line_configs(D128, line, "fwd") == [
-        FwdConfig(128, 128, ping_pong=ping_pong) for ping_pong in (False, True)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("problem", "block_N", "schedule", "q_stages"),
-    [
-        (D128, 128, "dynamic", 2),
-        (replace(D128, causal=False), 128, "persistent", 2),
-        (replace(D128, causal=False), 176, "persistent", 1),  # a second Q tile does not fit
-        (replace(D128, causal=False, options=("sink",)), 128, "dynamic", 2),
-        (replace(D128, dtype="float16"), 128, "dynamic", 2),
-        (AttnProblem("bfloat16", 256, 256, True), 64, "dynamic", 1.5),
-        (AttnProblem("bfloat16", 192, 192, True), 96, "dynamic", 1),  # 1.5 fits, and spills
-        (AttnProblem("bfloat16", 256, 128, True), 64, "dynamic", 1),  # a tile of its own for O
-    ],
-)
-def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, schedule, q_stages):
-    fields = {"block_M": 128, "block_N": block_N}
-    derived = FwdConfig(128, block_N, schedule=schedule, q_stages=q_stages)
-    assert configs._config(problem, fields, "fwd") == derived
-    assert configs._config(problem, fields | {"schedule": "grid"}, "fwd") == FwdConfig(128, block_N)
-    assert configs._config(problem, fields | {"q_stages": 1}, "fwd") == replace(derived, q_stages=1)
-
-
-@pytest.mark.parametrize(
-    ("problem", "config", "reason"),
-    [
-        (
-            D128,
-            FwdConfig(96, 128),
-            "block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
-        ),
-        (
-            D128,
-            FwdConfig(256, 64),
-            "block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 256",
-        ),
-        (D128, FwdConfig(128, 120), "block_N: expected a multiple of 16 in 16..256, got 120"),
-        (D64, FwdConfig(64, 272), "block_N: expected a multiple of 16 in 16..256, got 272"),
-        (
-            D128,
-            FwdConfig(128, 128, schedule="best"),
-            "schedule: expected one of grid, persistent, dynamic, stream-K, got 'best'",
-        ),
-        (
-            D128,
-            FwdConfig(64, 128, ping_pong=True),
-            "ping_pong: expected block_M of at least 128 (2 warpgroups), got 64",
-        ),
-        (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
-        (D128, FwdConfig(192, 64, schedule="dynamic", q_stages=1.5), "unless block_M is 128"),
-        (
-            AttnProblem("bfloat16", 192, 128, True),
-            FwdConfig(128, 64, schedule="dynamic", q_stages=1.5),
-            "tile of Q",
-        ),
-        (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
-        (D128, FwdConfig(128, 128, hold_max=True), "hold_max: expected the schedule persistent or dynamic"),
-        (
-            replace(D128, dtype="float16"),
-            FwdConfig(128, 128, schedule="dynamic", hold_max=True),
-            "hold_max: expected bfloat16, got float16",
-        ),
-        (
-            replace(D128, options=("varlen",)),
-            FwdConfig(192, 64),
-            "block_M: expected a divisor of 128 with varlen, got 192",
-        ),
-        (D256, FwdConfig(128, 128), "shared memory: expected at most 232448 bytes, got 328704"),
-        (D64, FwdConfig(192, 192), "registers: expected at most 128 per thread for accumulators, got 176"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else None,
-)
-def test_fault_says_why_not(problem, config, reason):
-    assert reason in legality.fault(problem, config)
+FAULTS = [
+    (D128, FwdConfig(96, 128), "block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96"),
+    (D128, FwdConfig(256, 64), "block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 256"),
+    (D128, FwdConfig(128, 120), "block_N: expected a multiple of 16 in 16..256, got 120"),
+    (D64, FwdConfig(64, 272), "block_N: expected a multiple of 16 in 16..256, got 272"),
+    (D128, FwdConfig(128, 128, schedule="best"), "schedule: expected one of grid, persistent, dynamic, stream-K, got 'best'"),
+    (D128, FwdConfig(64, 128, ping_pong=True), "ping_pong: expected block_M of at least 128 (2 warpgroups), got 64"),
+    (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
+    (D128, FwdConfig(192, 64, schedule="dynamic", q_stages=1.5), "unless block_M is 128"),
+    (AttnProblem("bfloat16", 192, 128, True), FwdConfig(128, 64, schedule="dynamic", q_stages=1.5), "tile of Q"),
+    (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
+    (D128, FwdConfig(128, 128, hold_max=True), "hold_max: expected the schedule persistent or dynamic"),
+    (replace(D128, dtype="float16"), FwdConfig(128, 128, schedule="dynamic", hold_max=True), "hold_max: expected bfloat16, got float16"),
+    (replace(D128, options=("varlen",)), FwdConfig(192, 64), "block_M: expected a divisor of 128 with varlen, got 192"),
+    (D256, FwdConfig(128, 128), "shared memory: expected at most 232448 bytes, got 328704"),
+    (D64, FwdConfig(192, 192), "registers: expected at most 128 per thread for accumulators, got 176"),
+]  # fmt: skip
 
 
 def passes(*texts: str) -> BwdConfig:
@@ -185,155 +107,57 @@ def passes(*texts: str) -> BwdConfig:
     )
 
 
+BWD_FAULTS = [
+    (D128, passes(), "passes: expected dk, dq and dv once each, got nothing"),
+    (D128, passes("dk+dv 64x128"), "passes: expected dk, dq and dv once each, got dk, dv"),
+    (D128, passes("dk+dv 64x128", "dq 128x64", "dv 64x128"), "passes: expected dk, dq and dv once each, got dk, dq, dv, dv"),
+    (D128, passes("dv+dk 64x128", "dq 128x64"), "grads: expected one of dq+dk+dv, dq+dk, dk+dv, dk, dv, dq, got 'dv+dk'"),
+    (D128, passes("dk+dv 64x96", "dq 128x64"), "dk+dv 64x96x2x2: block_N: expected 64, 128 or 192 (64 rows per consumer warpgroup), got"),
+    (D128, passes("dk+dv 64x128", "dq 96x64"), "dq 96x64x2x2: block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96"),
+    (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 56"),
+    (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 16"),
+    (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N: expected a multiple of 16 in 16..256, got 120"),
+    (D64, passes("dq+dk+dv 96x128"), "block_M: expected 64 or 128 where dq is summed, 64 rows of it at a time, got 96"),
+    (D64, passes("dq+dk+dv 64x128"), "reuse_registers: expected True where dq is summed"),
+    (D64, passes("dk+dv 64x128", "dq 128x64 reuse"), "reuse_registers: expected False in the pass of dq alone, got True"),
+    (D64, passes("dq+dk+dv 64x128 reuse late"), "order: expected one of '', 'late-sums', 'early-dK', 'separate-dS', 'apart' where dq is"),
+    (D64, passes("dk+dv 64x128 reuse late-sums", "dq 128x64"), "order: expected one of '' where no dq is summed, got 'late-sums'"),
+    (D128, passes("dq+dk+dv 64x128 reuse apart"), "order: expected another than 'apart' with the schedule grid, got 'apart'"),
+    (D64, passes("dq+dk+dv 64x128 reuse apart stream-K"), "order: expected 'apart' for d64 in steps of 128 queries, of 64 with a"),
+    (replace(D128, options=("softcap",)), passes("dq+dk+dv 64x128 reuse apart dynamic-late"), "order: expected another than 'apart' with"),
+    (
+        replace(D128, options=("window", "placed")), passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
+        "order: expected another than 'apart' with one_tile, another option than sink, varlen, window, alibi or",
+    ),
+    (D64, passes("dq+dk+dv 64x128 reuse late-sums persistent"), "schedule: expected grid or dynamic or dynamic-late or ordered or"),
+    (D64, passes("dq+dk+dv 64x128 reuse dynamic"), "schedule: expected grid with another program than a bias or a mask, without an order,"),
+    (replace(D128, options=("window",)), passes("dq+dk 64x128 reuse late-sums", "dv 64x128"), "grads: expected dq in a pass of its own,"),
+    (replace(D64, options=("window",)), passes("dq+dk+dv 64x128 reuse late-sums dynamic"), "schedule: expected grid or dynamic-late or"),
+    (
+        replace(D64, options=("window", "softcap")), passes("dq+dk+dv 64x128 reuse late-sums stream-K"),
+        "schedule: expected grid or dynamic-late here, got 'stream-K'",
+    ),
+    (D64, passes("dk+dv 64x128 dynamic", "dq 128x64"), "schedule: expected grid with another program than a bias or a mask, without an"),
+    (D128, passes("dq+dk+dv 64x128x3x3 reuse early-dK dynamic"), "shared memory: expected at most 232448 bytes, got "),
+    (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
+    (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
+    (D64, passes("dk+dv 128x128", "dq 128x64"), "registers: expected at most 232 per thread for accumulators, got 256"),
+    (D64, passes("dq+dk+dv 64x192"), "block_N: expected 128 where dq is summed (two warpgroups share it), got 192"),
+    (D64, passes("dk+dv 64x192", "dq 128x64"), "registers: expected at most 152 per thread for accumulators, got 160"),
+    (D128, passes("dk+dv 96x128", "dq 128x64"), "registers: expected at most 232 per thread for accumulators, got 272"),
+    (D192_128, passes("dk 64x128", "dv 64x128", "dq 128x112"), "dq 128x112x2x2: registers: expected at most 232 per thread for"),
+    (D192_128, passes("dk 64x128", "dv 64x128x6", "dq 128x64"), "dv 64x128x6x2: shared memory: expected at most 232448 bytes, got 265216"),
+    (D256, passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"), "dk 64x128x2x2: shared memory: expected at most 232448 bytes, got 264192"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("problem", "config", "reason"),
-    [
-        (D128, passes(), "passes: expected dk, dq and dv once each, got nothing"),
-        (D128, passes("dk+dv 64x128"), "passes: expected dk, dq and dv once each, got dk, dv"),
-        (
-            D128,
-            passes("dk+dv 64x128", "dq 128x64", "dv 64x128"),
-            "passes: expected dk, dq and dv once each, got dk, dq, dv, dv",
-        ),
-        (
-            D128,
-            passes("dv+dk 64x128", "dq 128x64"),
-            "grads: expected one of dq+dk+dv, dq+dk, dk+dv, dk, dv, dq, got 'dv+dk'",
-        ),
-        (
-            D128,
-            passes("dk+dv 64x96", "dq 128x64"),
-            "dk+dv 64x96x2x2: block_N: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
-        ),
-        (
-            D128,
-            passes("dk+dv 64x128", "dq 96x64"),
-            "dq 96x64x2x2: block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
-        ),
-        (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 56"),
-        (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 16"),
-        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N: expected a multiple of 16 in 16..256, got 120"),
-        (
-            D64,
-            passes("dq+dk+dv 96x128"),
-            "block_M: expected 64 or 128 where dq is summed, 64 rows of it at a time, got 96",
-        ),
-        (D64, passes("dq+dk+dv 64x128"), "reuse_registers: expected True where dq is summed"),
-        (
-            D64,
-            passes("dk+dv 64x128", "dq 128x64 reuse"),
-            "reuse_registers: expected False in the pass of dq alone, got True",
-        ),
-        (
-            D64,
-            passes("dq+dk+dv 64x128 reuse late"),
-            "order: expected one of '', 'late-sums', 'early-dK', 'separate-dS', 'apart' where dq is summed, got 'late'",
-        ),
-        (
-            D64,
-            passes("dk+dv 64x128 reuse late-sums", "dq 128x64"),
-            "order: expected one of '' where no dq is summed, got 'late-sums'",
-        ),
-        (
-            D128,
-            passes("dq+dk+dv 64x128 reuse apart"),
-            "order: expected another than 'apart' with the schedule grid, got 'apart'",
-        ),
-        (
-            D64,
-            passes("dq+dk+dv 64x128 reuse apart stream-K"),
-            "order: expected 'apart' for d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone, "
-            "got d64 in steps of 64",
-        ),
-        (
-            replace(D128, options=("softcap",)),
-            passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window, alibi or, at d64, softcap, "
-            "or another program than a block mask or a bias per distance, got 'apart'",
-        ),
-        (
-            replace(D128, options=("window", "placed")),
-            passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window, alibi or, at d64, softcap, "
-            "or another program than a block mask or a bias per distance, got 'apart'",
-        ),
-        (
-            D64,
-            passes("dq+dk+dv 64x128 reuse late-sums persistent"),
-            "schedule: expected grid or dynamic or dynamic-late or ordered or stream-K here, got 'persistent'",
-        ),
-        (
-            D64,
-            passes("dq+dk+dv 64x128 reuse dynamic"),
-            "schedule: expected grid with another program than a bias or a mask, without an order, or where no dq is summed, got 'dynamic'",
-        ),
-        (
-            replace(D128, options=("window",)),
-            passes("dq+dk 64x128 reuse late-sums", "dv 64x128"),
-            "grads: expected dq in a pass of its own, or with dk and dv, in fp32, with options or with a program, got dq+dk",
-        ),
-        (
-            replace(D64, options=("window",)),
-            passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
-            "schedule: expected grid or dynamic-late or stream-K here, got 'dynamic'",
-        ),
-        (
-            replace(D64, options=("window", "softcap")),
-            passes("dq+dk+dv 64x128 reuse late-sums stream-K"),
-            "schedule: expected grid or dynamic-late here, got 'stream-K'",
-        ),
-        (
-            D64,
-            passes("dk+dv 64x128 dynamic", "dq 128x64"),
-            "schedule: expected grid with another program than a bias or a mask, without an order, or where no dq is summed, got 'dynamic'",
-        ),
-        (
-            D128,
-            passes("dq+dk+dv 64x128x3x3 reuse early-dK dynamic"),
-            "shared memory: expected at most 232448 bytes, got ",
-        ),
-        (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
-        (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
-        (
-            D64,
-            passes("dk+dv 128x128", "dq 128x64"),
-            "registers: expected at most 232 per thread for accumulators, got 256",
-        ),
-        (
-            D64,
-            passes("dq+dk+dv 64x192"),
-            "block_N: expected 128 where dq is summed (two warpgroups share it), got 192",
-        ),
-        (
-            D64,
-            passes("dk+dv 64x192", "dq 128x64"),
-            "registers: expected at most 152 per thread for accumulators, got 160",
-        ),
-        (
-            D128,
-            passes("dk+dv 96x128", "dq 128x64"),
-            "registers: expected at most 232 per thread for accumulators, got 272",
-        ),
-        (
-            D192_128,
-            passes("dk 64x128", "dv 64x128", "dq 128x112"),
-            "dq 128x112x2x2: registers: expected at most 232 per thread for accumulators, got 236",
-        ),
-        (
-            D192_128,
-            passes("dk 64x128", "dv 64x128x6", "dq 128x64"),
-            "dv 64x128x6x2: shared memory: expected at most 232448 bytes, got 265216",
-        ),
-        (
-            D256,
-            passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"),
-            "dk 64x128x2x2: shared memory: expected at most 232448 bytes, got 264192",
-        ),
-    ],
+    ("problem", "config", "reason", "direction"),
+    [*((*row, "fwd") for row in FAULTS), *((*row, "bwd") for row in BWD_FAULTS)],
     ids=lambda x: x if isinstance(x, str) else None,
 )
-def test_fault_says_why_not_backward(problem, config, reason):
-    assert reason in legality.fault(problem, config, "bwd")
+def test_fault_says_why_not(problem, config, reason, direction):
+    assert reason in legality.fault(problem, config, direction)
 
 
 def test_fault_refuses_summed_dq_for_the_deterministic_backward():
@@ -341,83 +165,6 @@ def test_fault_refuses_summed_dq_for_the_deterministic_backward():
     assert legality.fault(D128, fast) is legality.fault(D128, fast, "bwd") is None
     assert "sums dq in no fixed order" in legality.fault(D128, fast, "bwd_det")
     assert legality.fault(D128, fixed, "bwd") is legality.fault(D128, fixed, "bwd_det") is None
-
-
-@pytest.mark.parametrize(
-    ("problem", "one", "smem", "registers"),
-    [
-        (D64, "dq+dk+dv 128x128 reuse", 133120, 160),
-        (D128, "dq+dk+dv 64x128 reuse", 148480, 176),
-        (D128, "dq+dk+dv 64x128x3x2 reuse early-dK", 182272, 176),
-        (D64, "dq+dk+dv 128x128x3x2 reuse separate-dS", 183296, 192),
-        (D64, "dq+dk+dv 128x128 reuse separate-dS dynamic", 182336, 192),
-        (D128, "dq+dk+dv 64x128 reuse late-sums dynamic", 230464, 176),
-        (D64, "dq+dk+dv 128x128 reuse apart stream-K", 198720, 160),
-        (D128, "dq+dk+dv 64x128 reuse apart stream-K", 214080, 176),
-        (D128, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic", 215104, 176),
-        (D96, "dk+dv 64x128x3x3", 124416, 192),
-        (D96, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic-late", 194624, 144),
-        (D128, "dk+dv 64x128", 132096, 224),
-        (D128, "dq 128x64", 131072, 144),
-        (D192_128, "dk+dv 64x128 reuse", 164864, 208),
-        (D192_128, "dv 64x128", 164864, 112),
-        (replace(D192_128, head_dim_v=192), "dq+dk 64x128 reuse late-sums", 230400, 144),
-        (D192_128, "dk 64x128", 164864, 176),
-        (D256, "dk 64x128x2x1", 230400, 208),
-        (D256, "dv 64x128", 197632, 176),
-        (D256, "dq 128x64x2x1", 229376, 208),
-        (replace(D128, options=("softcap",)), "dq+dk+dv 64x128 reuse", 148480, 192),
-        (replace(D128, causal=True, options=("alibi",)), "dq+dk+dv 64x128 reuse", 150528, 176),
-        (replace(D128, causal=True, options=("alibi",)), "dq 128x128", 200704, 224),
-        (replace(D128, causal=False, options=("alibi",)), "dq 128x128", 196608, 224),
-    ],
-    ids=str,
-)
-def test_smem_bytes_and_registers_of_a_pass(problem, one, smem, registers):
-    (one,) = passes(one).passes
-    assert legality.smem_bytes(problem, one) == smem
-    assert legality.accumulator_registers(problem, one) == registers
-
-
-@pytest.mark.parametrize("options", [(), ("sink",)])
-def test_hold_max_serves_bf16_and_not_fp16(options):
-    problem = replace(D128, options=options)
-    config, _ = configs.pick_config(problem, "4k", "NVIDIA H200")
-    assert config.hold_max and config.ping_pong
-    fp16, _ = configs.pick_config(replace(problem, dtype="float16"), "4k", "NVIDIA H200")
-    assert fp16 == replace(config, hold_max=False, ping_pong=False)
-    assert (str(config), str(fp16)) == ("128x128 dynamic q2 ping-pong hold-max", "128x128 dynamic q2")
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize(
-    ("width", "options", "one", "level"),
-    [
-        (128, ("varlen",), "dq+dk+dv 64x128 reuse", 0),
-        (128, ("window", "dropout", "varlen"), "dq+dk+dv 64x128 reuse", 0),
-        (128, ("varlen",), "dk+dv 64x128", 5),
-        (128, ("window",), "dq+dk+dv 64x128 reuse", 5),
-        (64, ("varlen",), "dq+dk+dv 64x128 reuse", 5),
-    ],
-)
-def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype, width, options, one, level):
-    problem = AttnProblem(dtype, width, width, False, options)
-    assert register_level(problem, passes(one).passes[0]) == level
-    assert register_level(problem, FwdConfig(128, 128)) == REGISTER_LEVEL == 5
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("options", [("alibi",), ("softcap", "alibi"), ("alibi", "dropout")], ids=" ".join)
-def test_alibi_without_a_mask_holds_a_row_max_of_near_blocks_alone(causal, options):
-    """The row max grows with every block of keys up to the query's: a held one overflows, and the tile runs twice."""
-    for width in tile_widths("fwd"):
-        problem = AttnProblem("bfloat16", *width, causal, options)
-        lines = configs.option_lines(problem.tile_class, "fwd")
-        line = next(line for line in lines if line.miss(problem, "fwd", "4k") is None)
-        near_first = options == ("alibi",) and not causal
-        assert problem.bias_has_two_sides == near_first
-        expected = (causal or near_first) and line.fields.get("hold_max", False)
-        assert configs.option_config(problem, "4k").hold_max == expected
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -428,13 +175,6 @@ def test_alibi_without_a_mask_in_pages_holds_no_row_max(causal):
     assert config.hold_max and config.paged(problem, 0) == config
     for form in config.paged_forms(problem):
         assert form.page_rows and form.hold_max == causal and legality.fault(problem, form) is None
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("options", [(), ("alibi",), ("alibi", "sink"), ("softcap", "alibi")], ids=" ".join)
-def test_bias_is_linear_with_alibi_under_a_causal_mask(causal, options):
-    problem = replace(D128, causal=causal, options=options)
-    assert problem.bias_is_linear == (causal and "alibi" in options and "softcap" not in options)
 
 
 LINES = [

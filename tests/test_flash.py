@@ -23,8 +23,6 @@ from tl_attention.config.costs import costs_of
 from tl_attention.problem.options import (
     Options,
     canonical_window,
-    parse_arguments,
-    parse_options,
     rows_in_use,
 )
 from tl_attention.reference import dropout_keep, rounded_dropout
@@ -33,11 +31,6 @@ from tl_attention.torch_ops import ops
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16
 BATCH, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 2, 4, 2, 64, 32
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
 
 
 def naive(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, sink=None, keep=None, p=0.0):
@@ -315,34 +308,6 @@ def test_each_mask_has_one_spelling():
     assert canonical_window(False, (2**62, 1)) == (False, (2**30, 1))
 
 
-def test_schemas_of_the_ops():
-    options = (
-        "float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, SymInt[] window=[-1, -1],"
-        " float softcap=0., float dropout_p=0., SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt num_splits=0, SymInt parts=0,"
-        " Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None,"
-        " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? place=None"
-    )
-    forward = f"tl_attention::fwd(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)"
-    assert str(torch.ops.tl_attention.fwd.default._schema) == forward
-    tensors = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
-    backward = f"tl_attention::bwd({tensors}, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
-    assert str(torch.ops.tl_attention.bwd.default._schema) == backward
-
-
-def test_parsed_options_are_none_if_all_are_off():
-    assert parse_options() is None and parse_options(*Options().arguments()) is None
-    assert parse_options([3, 0]).arguments() == Options(window=(3, 0)).arguments()
-    assert len(Options().arguments()) == len(inspect.signature(Options).parameters)
-    for name, value in {
-        "softcap": 1.0,
-        "dropout_p": 0.1,
-        "alibi_slopes": 1,
-        "sink": 1,
-        "cu_seqlens_q": 1,
-    }.items():
-        assert parse_options(*Options(**{name: value}).arguments()) is not None
-
-
 def test_num_splits_does_not_change_the_result(device):
     assert Options(num_splits=3).names == () and not Options(num_splits=3).is_off
     inputs = leaves(device, (1, 9, 2, 64), (1, 200, 2, 64), (1, 200, 2, 64))
@@ -370,27 +335,6 @@ def test_num_splits_does_not_change_the_result_of_packed_sequences(device):
     assert (results[2][0][159:] == 0).all() and (results[2][1][:, 159:] == -math.inf).all()
     for one in results[1:]:
         torch.testing.assert_close(one, results[0], rtol=0.02, atol=0.01)
-
-
-@pytest.mark.parametrize(
-    "off",
-    [
-        {"window_size": [-1, None]},
-        {"softcap": 0},
-        {"dropout_p": 0},
-        {"dropout_p": False},
-        {"window_size": (None, 0)},
-    ],
-    ids=str,
-)
-def test_a_call_with_options_off_is_a_plain_one(off, monkeypatch):
-    seen = []
-    run = ops.run
-    monkeypatch.setattr("tl_attention.torch_ops.attend.run", lambda *x: seen.append(x[3:]) or run(*x))
-    q = torch.randn(1, 6, 2, 64).to(BF16)
-    causal = off.get("window_size") == (None, 0)
-    assert torch.equal(flash_attn_func(q, q, q, **off), flash_attn_func(q, q, q, causal=causal))
-    assert seen[0] == seen[1] and seen[0][1] is None
 
 
 def test_rows_in_use():
@@ -490,12 +434,9 @@ def op_arguments(name, device, varlen):
     return (q, k, v), (0.125, causal, False, False, False, *launch_options.arguments())
 
 
-OF_DENSE, OF_PACKED = ("window", "alibi-of-each", "dropout"), ("softcap", "sink", "everything")
-
-
-@pytest.mark.parametrize(
-    ("name", "varlen"), [*((name, False) for name in OF_DENSE), *((name, True) for name in OF_PACKED)]
-)
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("name", ["window", "softcap", "alibi-of-each", "sink", "dropout", "everything"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_opcheck(name, varlen, device):
     qkv, arguments = op_arguments(name, device, varlen)
     torch.library.opcheck(torch.ops.tl_attention.fwd.default, (*qkv, *arguments))
@@ -508,14 +449,12 @@ def test_opcheck(name, varlen, device):
 
 # Forms differ in their lengths and in how they unpack tensors, whatever the options
 COMPILED = [
-    *(
-        ("dense", name)
-        for name in ("plain", "window-left", "softcap", "alibi-of-each", "sink", "dropout", "everything")
-    ),
-    *itertools.product(("qkv", "varlen", "varlen-kv"), ("plain", "everything")),
+    *(("dense", name) for name in options("cpu")),
+    *itertools.product(("qkv", "varlen", "varlen-kv"), ("plain", "sink", "everything")),
 ]
 
 
+@pytest.mark.in_turn(11)
 @pytest.mark.parametrize(("form", "name"), COMPILED, ids=map("-".join, COMPILED))
 def test_compile_has_no_break(name, form, device):
     torch._dynamo.reset()
@@ -605,29 +544,6 @@ def test_checkpointing_gives_the_same_gradients(dropout_p, device):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["window", "sink", "everything"])
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-def test_eager_autograd_function_equals_the_op(name, varlen):
-    qkv, arguments = op_arguments(name, "cpu", varlen)
-    inputs = [*qkv, *(x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad)]
-
-    call, options = parse_arguments(arguments)
-
-    def launch(q, k, v, softmax_scale, lse_base2, options):
-        return torch.ops.tl_attention.fwd(*(x.detach() for x in (q, k, v)), *call, *options.arguments())
-
-    results = []
-    for outputs in (
-        ops.run_eagerly(*qkv, call, options, launch),
-        torch.ops.tl_attention.fwd(*qkv, *arguments),
-    ):
-        results.append(
-            [*outputs, *torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])]
-        )
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("used", ["q", "k", "none"])
 def test_unused_rows_are_cleared_after_a_launch(used, monkeypatch):
     def garbage(*shape):
@@ -649,17 +565,6 @@ def test_unused_rows_are_cleared_after_a_launch(used, monkeypatch):
         assert x.isnan().flatten(1).all(1).tolist() == [not (row and of == used) for row in cleared]
     if used == "q":
         assert not out[1:3].any() and (lse[:, 1:3] == -math.inf).all()
-
-
-def test_options_reach_the_launch(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        ops.launch, "forward", lambda *a, options, **others: seen.append(options) or (None, None)
-    )
-    call, some = ops.Call(1.0, False, False, False, False), Options(softcap=1.0)
-    for options in (None, some):
-        ops.launch_forward(None, None, None, call, options)
-    assert seen[0] is None and seen[1] is some
 
 
 @pytest.mark.parametrize("rows", [0, 5], ids=["no-rows", "rows"])

@@ -27,11 +27,6 @@ WIDTHS = [(60, 60), (1, 1), (7, 3), (100, 36), (64, 33), (121, 121), (255, 130),
 widths = pytest.mark.parametrize("width", WIDTHS, ids=lambda width: f"d{width[0]}-{width[1]}")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def leaves(device, width, *lead):
     """q, k, v [*lead of each, head_dim or head_dim_v] that require gradients."""
     widths = width[0], width[0], width[1]

@@ -278,7 +278,9 @@ def test_hf_padding_queries_are_zero(queries, cache_calls):
     assert out[~rows].eq(0).all()
 
 
-@pytest.mark.parametrize(("cache", "padded"), [("dynamic", False), ("static", True)])
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_hf_decode_compiles_without_a_graph_break(cache, padded, device, cache_calls):
     model, ids, mask = Trio("gemma2", device).ours, tokens(2, 7, device), padding([0, 3], [0, 0], 7, device)
     logits = []

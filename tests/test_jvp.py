@@ -13,8 +13,6 @@ from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp, vmap
 
 from tl_attention import (
     flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     launch,
@@ -30,11 +28,6 @@ from tl_attention.testing.numeric import check_jvp
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
 
 
 def inputs(
@@ -192,16 +185,6 @@ def test_jvp_with_a_scale(scale, device):
     primals, tangents = inputs(device, seqlen_q=70, seqlen_k=150)
     (out, lse), (tout, tlse) = along(lambda *x: attend(*x, softmax_scale=scale), primals, tangents)
     assert_right((out, lse, tout, tlse), primals, tangents, softmax_scale=scale)
-
-
-def test_jvp_of_packed_forms(device):
-    primals, tangents = inputs(device, heads_kv=4, seqlen_k=9)
-    wanted = along(flash_attn_func, primals, tangents)
-    packed = jvp(flash_attn_qkvpacked_func, (torch.stack(primals, 2),), (torch.stack(tangents, 2),))
-    (q, *kv), (tq, *tkv) = primals, tangents
-    of_kv = jvp(flash_attn_kvpacked_func, (q, torch.stack(kv, 2)), (tq, torch.stack(tkv, 2)))
-    for got in (packed, of_kv):
-        torch.testing.assert_close(got, wanted)
 
 
 def test_jvp_of_mha_interface(device):

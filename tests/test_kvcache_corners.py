@@ -11,11 +11,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def arguments(device, batch, rotary=True, pages=False):
     """A call that appends 3 keys per sequence, of 2 queries."""
     torch.manual_seed(0)

@@ -92,42 +92,53 @@ def test_layers_private_names_stay_in_their_module():
     assert not faults
 
 
-def test_layers_import_warns_nothing_and_adds_no_machinery():
-    """Import in a process without NumPy, where a warning is an error, and compare the modules with those of torch alone."""
-    slow = "torch._dynamo torch._inductor torch.nn.attention.flex_attention sympy tilelang tvm tvm_ffi triton rich"
-    code = f"""
+SLOW = [
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.nn.attention.flex_attention",
+    "sympy",
+    "tilelang",
+    "tvm",
+    "tvm_ffi",
+    "triton",
+    "rich",
+]
+WITHOUT_NUMPY = f"""
 import sys, warnings
 warnings.simplefilter("error")
 sys.modules["numpy"] = None
 import tl_attention
 public = set(dir(tl_attention))
 assert public > set(tl_attention.__all__) | {{"distributed", "torch_backend"}}, public
-print(*(name for name in {slow.split()} if name in sys.modules))
+print(*(name for name in {SLOW} if name in sys.modules))
 """
-    alone = "import sys, torch; print(*sys.modules)"
-    found, of_torch = (
-        subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=PACKAGE.parent)
-        for words in (("-c", code), ("-W", "ignore", "-c", alone))
-    )
-    assert not found.stderr
-    added = set(found.stdout.split()) - set(of_torch.stdout.split())
-    assert not added, f"import tl_attention imports {added}, which takes time for all"
-
-
-def test_layers_import_needs_torch_alone_and_no_more_than_it_uses():
-    """Import all but kernels in a process with torch alone (None in sys.modules: not installed)."""
-    files = [path for path in FILES if path.parts[0] != "kernels" and path.stem != "__init__"]
-    code = f"""
+FILES_WITHOUT_KERNELS = [
+    ".".join(("tl_attention", *path.with_suffix("").parts))
+    for path in FILES
+    if path.parts[0] != "kernels" and path.stem != "__init__"
+]
+WITH_TORCH_ALONE = f"""
 import importlib, sys
+import torch
+print(*(name for name in {SLOW} if name in sys.modules))
 sys.modules.update(dict.fromkeys(("tilelang", "tvm_ffi", "triton", "rich", "matplotlib")))
 import tl_attention
 for later in ("torch._dynamo", "tl_attention.distributed", "tl_attention.tracing.trace"):
     assert later not in sys.modules, f"import tl_attention imports {{later}}, which takes time for all"
 assert tl_attention.distributed.shard.__name__ == "shard" and not hasattr(tl_attention, "x")
-for module in {[".".join(("tl_attention", *path.with_suffix("").parts)) for path in files]}:
+for module in {FILES_WITHOUT_KERNELS}:
     importlib.import_module(module)
-import torch
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.returncode == 0, done.stderr
+
+
+def test_layers_import_needs_torch_alone_warns_nothing_and_adds_no_machinery():
+    """Import in a process without NumPy, where a warning is an error; and all but kernels in one with torch alone."""
+    found, of_torch = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+        for code in (WITHOUT_NUMPY, WITH_TORCH_ALONE)
+    )
+    assert not found.stderr
+    assert of_torch.returncode == 0, of_torch.stderr
+    added = set(found.stdout.split()) - set(of_torch.stdout.split())
+    assert not added, f"import tl_attention imports {added}, which takes time for all"

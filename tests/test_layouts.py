@@ -64,6 +64,7 @@ def inference(monkeypatch, problem, config, infer):
     return found.value.args[0]
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_layouts_are_those_of_the_whole_kernel(name, monkeypatch):
     def compare(module, infer_all):

@@ -83,14 +83,6 @@ def in_floats(q, k, v, scale, causal):
     return out, lse
 
 
-@pytest.mark.parametrize("scale", [0.5, 0.0, -0.7])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_reference_matches_plain_arithmetic(case, scale):
-    *sizes, causal = case
-    q, k, v = draw(*sizes)
-    torch.testing.assert_close(exact(q, k, v, scale, causal), in_floats(q, k, v, scale, causal))
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_reference_matches_sdpa(case):
     *sizes, causal = case
@@ -160,30 +152,12 @@ def test_reference_non_finite_query_affects_its_row_only(value):
     assert out[:, ::2].isfinite().all() and lse[..., ::2].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_reference_masked_keys_do_not_contribute(name):
-    q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
-    expected = exact(q, k, v, causal=True)
-    {"k": k, "v": v}[name][:, 3] = math.nan  # queries 0 and 1 see keys 0..1 and 0..2
-    out, lse = exact(q, k, v, causal=True)
-    torch.testing.assert_close((out[:, :2], lse[..., :2]), (expected[0][:, :2], expected[1][..., :2]))
-    assert out[:, 2:].isnan().all() and lse[..., 2:].isnan().all() == (name == "k")
-
-
 def test_reference_infinite_values_stay_infinite():
     q, k, v = draw(1, 1, 1, 2, 3, 4, 4)
     v[0, 0, 0, 1], v[0, 1, 0, 2], v[0, :2, 0, 3] = math.inf, -math.inf, torch.tensor([math.inf, -math.inf])
     out, lse = exact(q, k, v)
     assert (out[..., 1] == math.inf).all() and (out[..., 2] == -math.inf).all() and out[..., 3].isnan().all()
     assert out[..., 0].isfinite().all() and lse.isfinite().all()
-
-
-@pytest.mark.parametrize("max_scores", [1, 40, 200])
-def test_reference_does_not_depend_on_its_chunks(max_scores, monkeypatch):
-    q, k, v = draw(2, 4, 2, 9, 7, 4, 4)
-    expected = exact(q, k, v, causal=True)
-    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
-    torch.testing.assert_close(exact(q, k, v, causal=True), expected)
 
 
 def test_reference_accepts_any_strides():
@@ -195,27 +169,6 @@ def test_reference_accepts_any_strides():
 def test_reference_has_gradients():
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 1, 4, 3, 3, 2))
     assert torch.autograd.gradcheck(lambda *x: exact(*x, causal=True)[0], (q, k, v))
-
-
-@pytest.mark.parametrize("scale", [0.5, 0.0, -0.7, None])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_backward_matches_autograd(case, scale):
-    *sizes, causal = case
-    q, k, v = draw(*sizes)
-    dout = draw_dout(q, v)
-    grads = exact_backward(dout, q, k, v, scale, causal)
-    torch.testing.assert_close(grads, autograd_of_reference(dout, q, k, v, scale, causal))
-
-
-@pytest.mark.parametrize("lse_base2", [False, True], ids=["natural", "base2"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_backward_through_the_lse_matches_autograd(case, lse_base2):
-    *sizes, causal = case
-    q, k, v = draw(*sizes)
-    dout, dlse = draw_dout(q, v), draw_dlse(q)
-    grads = exact_backward(dout, q, k, v, 0.8, causal, dlse=dlse, lse_base2=lse_base2)
-    expected = autograd_of_reference(dout, q, k, v, 0.8, causal, dlse, lse_base2)
-    torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -247,17 +200,6 @@ def test_backward_row_with_scores_of_minus_infinity_is_zero():
     torch.testing.assert_close((dq[:, 1:], dv), (expected[0], expected[2]))
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_backward_masked_keys_do_not_contribute(name):
-    q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
-    dout = draw_dout(q, v)
-    expected, _, _ = exact_backward(dout, q, k, v, causal=True)
-    {"k": k, "v": v}[name][:, 3] = math.nan  # queries 0 and 1 see keys 0..1 and 0..2
-    dq, _, _ = exact_backward(dout, q, k, v, causal=True)
-    torch.testing.assert_close(dq[:, :2], expected[:, :2])
-    assert dq[:, 2:].isnan().all()
-
-
 @pytest.mark.parametrize("name", ["dout", "q", "dlse"])
 def test_backward_of_a_query_does_not_reach_masked_keys(name):
     q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
@@ -267,15 +209,6 @@ def test_backward_of_a_query_does_not_reach_masked_keys(name):
     _, dk, dv = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
     torch.testing.assert_close([dk[:, 2:], dv[:, 2:]], [x[:, 2:] for x in expected])
     assert dk[:, :2].isnan().all() and dv[:, :2].isnan().all() == (name != "dlse")
-
-
-@pytest.mark.parametrize("max_scores", [1, 40, 200])
-def test_backward_does_not_depend_on_its_chunks(max_scores, monkeypatch):
-    q, k, v = draw(2, 4, 2, 9, 7, 4, 4)
-    dout, dlse = draw_dout(q, v), draw_dlse(q)
-    expected = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
-    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
-    torch.testing.assert_close(exact_backward(dout, q, k, v, causal=True, dlse=dlse), expected)
 
 
 def test_backward_accepts_any_strides_and_returns_dense_gradients():
@@ -345,26 +278,27 @@ SIZES = st.tuples(
     *[st.integers(1, 12)] * 2,
     *[st.integers(1, 5)] * 2,
 ).map(lambda s: (s[0], *s[1], *s[2:]))
+SCALES = st.sampled_from([0.8, 0.0, -0.7])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@given(sizes=SIZES, causal=st.booleans(), seed=SEEDS)
-@settings(max_examples=60)
-def test_reference_matches_arithmetic_on_any_shape(sizes, causal, seed):
+@given(sizes=SIZES, causal=st.booleans(), scale=SCALES, seed=SEEDS)
+@settings(max_examples=80)
+def test_reference_matches_arithmetic_on_any_shape(sizes, causal, scale, seed):
     torch.manual_seed(seed)
     q, k, v = draw(*sizes)
-    torch.testing.assert_close(exact(q, k, v, 0.8, causal), in_floats(q, k, v, 0.8, causal))
+    torch.testing.assert_close(exact(q, k, v, scale, causal), in_floats(q, k, v, scale, causal))
 
 
-@given(sizes=SIZES, causal=st.booleans(), lse_base2=st.booleans(), seed=SEEDS)
-@settings(max_examples=60)
-def test_backward_matches_autograd_on_any_shape(sizes, causal, lse_base2, seed):
+@given(sizes=SIZES, causal=st.booleans(), scale=SCALES, lse_base2=st.booleans(), seed=SEEDS)
+@settings(max_examples=80)
+def test_backward_matches_autograd_on_any_shape(sizes, causal, scale, lse_base2, seed):
     torch.manual_seed(seed)
     q, k, v = draw(*sizes)
     dout, dlse = draw_dout(q, v), draw_dlse(q)
     torch.testing.assert_close(
-        exact_backward(dout, q, k, v, 0.8, causal, dlse=dlse, lse_base2=lse_base2),
-        autograd_of_reference(dout, q, k, v, 0.8, causal, dlse, lse_base2),
+        exact_backward(dout, q, k, v, scale, causal, dlse=dlse, lse_base2=lse_base2),
+        autograd_of_reference(dout, q, k, v, scale, causal, dlse, lse_base2),
     )
 
 
@@ -377,29 +311,3 @@ def test_reference_halves_of_the_keys_merge_through_the_lse(sizes, cut, seed):
     out, lse = exact(q, k, v, 1.0)
     torch.testing.assert_close(lses.logsumexp(0), lse)
     torch.testing.assert_close(((lses - lse).exp().transpose(2, 3)[..., None] * outs).sum(0), out)
-
-
-@given(sizes=SIZES, seed=SEEDS)
-def test_reference_does_not_depend_on_the_order_of_keys(sizes, seed):
-    torch.manual_seed(seed)
-    q, k, v = draw(*sizes)
-    order = torch.randperm(k.shape[1])
-    torch.testing.assert_close(exact(q, k[:, order], v[:, order]), exact(q, k, v))
-
-
-@given(sizes=SIZES, causal=st.booleans(), seed=SEEDS)
-def test_reference_grouped_heads_are_repeated_heads(sizes, causal, seed):
-    torch.manual_seed(seed)
-    q, k, v = draw(*sizes)
-    group = q.shape[2] // k.shape[2]
-    repeated = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    torch.testing.assert_close(exact(q, k, v, causal=causal), exact(q, *repeated, causal=causal))
-
-
-@given(sizes=SIZES, causal=st.booleans(), seed=SEEDS)
-def test_reference_lse_in_base_2(sizes, causal, seed):
-    torch.manual_seed(seed)
-    q, k, v = draw(*sizes)
-    torch.testing.assert_close(
-        exact(q, k, v, causal=causal, lse_base2=True)[1], exact(q, k, v, causal=causal)[1] * math.log2(math.e)
-    )

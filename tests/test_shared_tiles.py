@@ -118,22 +118,6 @@ def test_causal_steps_are_those_of_the_mask():
             assert found[:-1] == expected[:-1] and found[-1] == max(math.ceil(seqlen_k / block_N), 1)
 
 
-@pytest.mark.parametrize(
-    ("tiles", "steps", "expected"),
-    [
-        (2048, 128, (1980, 132)),  # 68 tiles are left
-        (192, 32, (132, 120)),  # 60 are left, each for two CTAs
-        (110, 64, (0, 132)),
-        (264, 64, (264, 0)),  # none is left
-        (131, 64, (131, 0)),  # 131 are left
-        (2048, 4, (2048, 0)),  # too short
-        (133, 2**24, (133, 0)),  # numbers of steps past int32
-    ],
-)
-def test_tiles_are_shared_where_it_is_faster(tiles, steps, expected):
-    assert shared_tiles(tiles, steps, costs_of()) == expected
-
-
 def test_a_tile_has_not_too_many_pieces():
     _, sharers = shared_tiles(133, 128, costs_of())
     assert 1 < sharers * costs_of().stream_k.partial < 128 // 4

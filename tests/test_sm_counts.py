@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -16,9 +15,7 @@ from tl_attention.launch.bwd_passes import (
     KeyBuffers,
     causal_tiles,
     key_sharers,
-    pass_sharers,
 )
-from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import key_splits
 from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
 
@@ -151,78 +148,6 @@ def test_key_sharers_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, h
 
 
 @pytest.mark.parametrize(
-    ("heads", "heads_kv", "keys", "causal", "sharers"),
-    [
-        (2, 2, 8192, True, 2),  # 0.67 of the time by one CTA (H200, d128)
-        (4, 4, 3000, True, 2),  # 0.78
-        (1, 1, 20000, True, 3),  # 0.74
-        (8, 1, 1500, True, 16),  # 0.92 of that by heads
-        (8, 8, 4096, True, 1),  # 1.33 in two
-        (64, 64, 4096, True, 1),
-        (128, 16, 8192, True, 2),  # 0.94
-        (512, 64, 2048, True, 2),  # 0.89
-        (64, 16, 8192, True, 1),  # 1.03 in two
-        (64, 8, 32768, True, 2),  # as fast as in four
-        (32, 8, 32768, True, 1),  # 1.01 in two
-    ],
-)
-def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, sharers):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
-    tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
-    whole = tiles if sharers == 1 else 0
-    assert pass_sharers(split, tiles, per_kv, keys, causal, COSTS, row_bytes=1024) == (sharers, per_kv, whole)
-
-
-@pytest.mark.parametrize(
-    ("grads", "row_bytes", "batch", "heads", "heads_kv", "keys", "sharers"),
-    [
-        ("dk", 1024, 1, 32, 2, 32768, 8),  # d256: 0.96 of the time in three
-        ("dk", 1024, 1, 32, 2, 16384, 4),  # 0.99 of that in eight
-        ("dk", 1024, 2, 32, 2, 8192, 4),  # 0.97 of that in three, 0.98 of that in eight
-        ("dk", 1024, 2, 64, 8, 8192, 1),  # 0.98 of that in two
-        ("dk", 1024, 8, 32, 2, 2048, 2),  # as fast as in four
-        ("dk", 1024, 1, 32, 2, 131072, 8),  # two heads per CTA
-        ("dk", 1024, 1, 2, 2, 131072, 1),
-        ("dk+dv", 640, 2, 64, 8, 8192, 1),  # d192-128: 0.99 of that in two
-        ("dk+dv", 640, 1, 64, 8, 32768, 2),  # 0.99 of that in one
-        ("dk+dv", 512, 1, 64, 8, 32768, 2),  # d128, deterministic: 0.99 of that in one
-        ("dq+dk+dv", 512, 2, 64, 8, 8192, 1),  # d64: 0.99 of the time in two
-        ("dq+dk+dv", 512, 1, 64, 8, 32768, 1),  # as fast as in two or four
-    ],
-)
-def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads, heads_kv, keys, sharers):
-    one = BwdPass(grads, 64, 128, schedule="stream-K" if grads == "dq+dk+dv" else "grid")
-    tiles = batch * heads_kv * -(-keys // 128)
-    assert pass_sharers(one, tiles, heads // heads_kv, keys, 1, COSTS, row_bytes)[0] == sharers
-
-
-@pytest.mark.parametrize(
-    ("tiles", "queries", "sharers", "whole"),
-    [
-        (2048, 16384, 5, 1980),  # 0.98 in 7 of the time of whole tiles (H200, d128)
-        (2048, 4096, 3, 1980),  # 0.99
-        (2048, 2048, 1, 2048),
-        (157, 20000, 5, 132),  # 0.63
-        (280, 6001, 8, 264),  # 0.77 (d64)
-        (264, 4200, 1, 264),
-        (128, 8192, 1, 128),
-        (64, 1024, 1, 64),  # 1.04 in two
-    ],
-)
-def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, sharers, whole):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
-    assert pass_sharers(split, tiles, 1, queries, False, COSTS) == (sharers, 1, whole)
-    drawn = whole + (tiles - whole) * sharers
-    assert sharers == 1 or -(-drawn // 132) * 132 - drawn < 132
-
-
-@pytest.mark.parametrize(("tiles", "sharers", "whole"), [(280, 1, 280), (132, 1, 132), (40, 3, 0)])
-def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, sharers, whole):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="apart", reuse_registers=True)
-    assert pass_sharers(split, tiles, 1, 6001, False, COSTS, shares_last=False) == (sharers, 1, whole)
-
-
-@pytest.mark.parametrize(
     ("heads", "keys", "causal"), [(32, 4096, True), (2, 8192, True), (34, 2049, False), (32, 4224, False)]
 )
 def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, causal):
@@ -231,56 +156,3 @@ def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, 
     buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
     (rows, *_), *_ = buffers.empty[1]
     assert buffers.whole == 0 and rows == buffers.sharers * heads * -(-keys // 128) * 8
-
-
-def group_of(heads: int, heads_sharing: int, shared_bytes: int, blocks: int) -> int:
-    """Heads per group with the bytes and the tiles per SM of an H200."""
-    return head_group(
-        heads, heads_sharing, shared_bytes, blocks, COSTS.groups.bytes, COSTS.groups.tiles * 132
-    )
-
-
-def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():
-    def group(sequences: int, mean: int, longest: int) -> int:
-        tiles, rows = (sequences * mean // 128,) * 2, sequences * mean
-        sizes = BwdSizes(1, 16, 16, rows, rows, 256, 2, COSTS, 0, mean, tiles, longest)
-        read = rows * (2 * 256 + 4 * 128)
-        return group_of(16, 1, read, sizes.long_tiles(128))
-
-    # 16,384 and 65,536 tokens, 16 heads: the fastest groups of an H200 are 4 and 1
-    assert group(16, 1024, 0) == group(16, 1024, 1024) == 2
-    assert group(16, 1024, 3672) == 4
-    assert group(32, 2048, 8004) == 1
-
-
-def test_head_groups_are_full_and_fill_the_sms():
-    assert group_of(64, 1, 4 << 20, 32) == 8, "as many as fit the L2"
-    assert group_of(16, 1, 64 << 20, 64) == 4, "1.5 tiles per SM"
-    assert group_of(16, 1, 10 << 20, 128) == 4, "not 5 groups of 3 and one of 1"
-    assert group_of(6, 1, 64 << 20, 64) == 6
-    assert group_of(64, 8, 64 << 20, 8) == 32, "whole key heads"
-    assert head_group(64, 8, 64 << 20, 8, 32 << 20, 0) == 8
-
-
-def group_of_keys(pass_: BwdPass, keys: int, heads: int, heads_kv: int, batch: int = 1, **packed) -> int:
-    sizes = BwdSizes(batch, heads, heads_kv, keys, keys, 256, 2, COSTS, 0, keys, **packed)
-    return KeyBuffers(pass_, AttnProblem("bfloat16", 128, 128, True), sizes).counts[1]
-
-
-def test_head_groups_of_a_backward_leave_their_queries_in_the_l2():
-    """A query row of d128 takes 1 KB in a pass that adds to dq."""
-    dynamic = BwdPass("dq+dk+dv", 64, 128, schedule="dynamic", order="early-dK", reuse_registers=True)
-    grid = replace(dynamic, schedule="grid")
-    assert 25 <= group_of_keys(dynamic, 512, 16, 16, batch=32) <= 48, "12 to 24 MB"
-    assert 13 <= group_of_keys(dynamic, 1000, 64, 16, batch=16) <= 25, (
-        "0.75 tiles per SM, though 52 MB with four query heads each"
-    )
-    assert group_of_keys(grid, 512, 16, 16, batch=32) >= 64, "CTAs of one tile each fill 32 MB"
-    assert group_of_keys(dynamic, 1025, 16, 16, batch=16) >= 32, "as do heads of more than 8 tiles"
-
-
-def test_head_groups_of_packed_sequences_count_all_query_heads():
-    packed = {"tiles": (128, 128), "longest": 16384}
-    dynamic = BwdPass("dq+dk+dv", 64, 128, schedule="dynamic-late", order="early-dK", reuse_registers=True)
-    assert group_of_keys(dynamic, 16384, 32, 8, **packed) == 2, "a tile per SM"
-    assert group_of_keys(dynamic, 16384, 8, 8, **packed) == 2, "16 MB per head"

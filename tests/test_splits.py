@@ -7,36 +7,13 @@ import math
 import pytest
 import torch
 
-from tl_attention import launch
 from tl_attention.config.costs import costs_of
-from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.launch.splits import Sharing, fwd_bucket, key_splits, packed_splits, sharing
 from tl_attention.problem.attn_problem import MAX_SPLITS, AttnProblem
 from tl_attention.problem.options import Options
 
 COSTS = costs_of()
 SMS = COSTS.sms
-
-
-@pytest.mark.parametrize(
-    ("tiles", "steps", "splits"),
-    [
-        (8, 128, 16),  # 128 queries of 8 heads, 16k keys: one wave
-        (32, 512, 4),
-        (64, 1024, 2),
-        (64, 128, 2),
-        (64, 16, 2),
-        (64, 8, 1),
-        (8, 8, 4),
-        (1, 1, 1),
-        (8, 4, 1),  # too few key blocks to split
-        (106, 1024, 1),  # nearly one tile per SM
-        (132, 1024, 1),
-        (10**6, 1024, 1),
-    ],
-)
-def test_key_splits(tiles, steps, splits):
-    assert key_splits(tiles, steps, COSTS) == splits
 
 
 def test_key_splits_are_few_with_two_blocks_each_and_save_time():
@@ -93,13 +70,6 @@ def test_few_tiles_are_shared_where_it_saves_time(sizes, bucket):
     assert fwd_bucket(*sizes, COSTS) != "few"
 
 
-def test_few_tiles_of_other_sm_counts_are_shared():
-    """128 tiles of nearly equal length are a wave of 132 SMs, and more than one of 114."""
-    for shares in (Sharing(128, 128, False), Sharing(128, 128, True)):
-        assert fwd_bucket(1, 8, 2048, 32768, COSTS, shares) == "long"
-        assert fwd_bucket(1, 8, 2048, 32768, costs_of(sms=114), shares) == "few"
-
-
 def test_tiles_are_shared_without_options():
     plain = AttnProblem("bfloat16", 64, 64, False)
     assert sharing(plain, "NVIDIA H200") == Sharing(192, 128, False)
@@ -133,42 +103,6 @@ def test_packed_splits_follow_from_upper_bounds_of_lengths(batch, total_q, total
     bounds = {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}
     options = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | changes)
     assert packed_splits(options, total_q, total_k, heads, COSTS) == splits
-
-
-def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
-    """Arguments of the kernels, for sequences of 130, 0 and 70 queries."""
-    calls = []
-
-    def kernel(name):
-        return lambda *arguments: calls.append((name, arguments))
-
-    kernels = kernel("forward"), FwdConfig(128, 128, split=True), launch.common.MAX_GRID
-    problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
-    found = launch.fwd.FwdKernels(*kernels, kernel("combine"), problem, kernel("table"), None)
-    fakes = {"device_costs": COSTS, "_find_kernels": found, "stream_tickets": torch.zeros(2)}
-    for name, value in fakes.items():
-        monkeypatch.setattr(launch.fwd, name, lambda *arguments, value=value: value)
-    monkeypatch.setattr(launch.fwd, "_kernels", {})
-    monkeypatch.setattr(launch.common, "unused_tensor", lambda device, dtype, *shape: torch.zeros(shape))
-    for module in (launch.fwd, launch.common):
-        monkeypatch.setattr(module, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-
-    q, (k, v) = torch.zeros(200, 4, 128).bfloat16(), torch.zeros(2, 300, 2, 128).bfloat16()
-    out, lse = torch.zeros_like(q), torch.zeros(4, 200)
-    starts = torch.tensor([0, 130, 130, 200], dtype=torch.int32)
-    options = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, num_splits=3)
-    plan = launch.fwd.FwdPlan(q, k, v, out, True, False, options=options)
-    plan.launch(q, k, v, out, lse, 0.1, False, options)
-
-    (_, _), (_, forward), (_, (o_partials, lse_partials, merged, merged_lse, unit)) = calls
-    assert [name for name, _ in calls] == ["table", "forward", "combine"]
-    assert o_partials.shape == (3, 1, 4, 200, 128) and lse_partials.shape == (3, 1, 4, 200)
-    assert forward[3] is o_partials and forward[4] is lse_partials
-    heads_per_kv, entries, group_heads, ctas = forward[8:12]
-    assert (heads_per_kv, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
-    assert merged.shape == (1, 200, 4, 128) and merged.data_ptr() == out.data_ptr()
-    assert merged_lse.shape == (1, 4, 200) and merged_lse.data_ptr() == lse.data_ptr()
-    assert unit == launch.common.LN2
 
 
 def test_merged_splits_equal_attention_to_all_keys():

@@ -28,11 +28,6 @@ def table():
 CELLS = table()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def cu(x, *ends):
     return torch.tensor(ends, device=x.device).int()
 

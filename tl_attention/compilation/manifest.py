@@ -10,6 +10,7 @@ values that are bound to one are not in it, the order of operations and all sync
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -170,6 +171,11 @@ def shipped() -> dict[str, KernelKey]:
 
 def pack_kernels() -> dict[str, KernelKey]:
     """Every kernel of a whole pack, by name: those of catalog.pack_calls()."""
+    return dict(_kernels_of_pack())
+
+
+@functools.cache
+def _kernels_of_pack() -> dict[str, KernelKey]:
     return _of_calls(catalog.pack_calls())
 
 

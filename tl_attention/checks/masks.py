@@ -43,7 +43,7 @@ def check_blocks(
             f" {describe(block_size)}; 128 suits the kernels"
         )
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         device = torch.empty(0, device=device).device  # with its index
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

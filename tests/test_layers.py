@@ -87,6 +87,18 @@ def test_layers_private_names_stay_in_their_module(path):
             assert not PRIVATE.fullmatch(node.attr), f"tl_attention/{path}:{node.lineno} uses {private}"
 
 
+def test_layers_kernels_have_no_postponed_annotations():
+    """`typing` of Python 3.10 refuses a buffer as the value of an annotation that is text."""
+    texts = {
+        path: path.read_text()
+        for folder in (PACKAGE, PACKAGE.parent / "examples")
+        for path in folder.rglob("*.py")
+    }
+    kernels = [path for path, text in texts.items() if "@T.prim_func" in text]
+    assert kernels
+    assert not [path for path in kernels if "from __future__ import annotations" in texts[path]]
+
+
 def test_layers_import_warns_nothing_and_adds_no_machinery():
     """Import in a process without NumPy, where a warning is an error, and compare the modules with those of torch alone."""
     slow = "torch._dynamo torch._inductor torch.nn.attention.flex_attention sympy tilelang tvm tvm_ffi triton rich"

@@ -9,8 +9,6 @@ The algorithm and the names are those of the shipped kernel. The schedule is Til
 wait for the tensor cores. docs/architecture.md says what the shipped kernel adds and where each part is.
 """
 
-from __future__ import annotations
-
 import math
 
 import tilelang

@@ -295,6 +295,17 @@ def test_block_mask_of_no_queries_or_keys():
         )
 
 
+def test_block_mask_is_on_the_cpu_where_torch_was_built_for_cuda_and_there_is_no_gpu(monkeypatch):
+    built_for = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else built_for,
+    )
+    assert create_block_mask(causal, None, None, 300, 300).kv_indices.device.type == "cpu"
+    assert block_masks.causal(300, 300).kv_indices.device.type == "cpu"
+
+
 SIZES = {"mask_mod": causal, "B": None, "H": None, "Q_LEN": 300, "KV_LEN": 300, "device": "cpu"}
 
 

@@ -92,6 +92,18 @@ def test_layers_private_names_stay_in_their_module():
     assert not faults
 
 
+def test_layers_kernels_have_no_postponed_annotations():
+    """`typing` of Python 3.10 refuses a buffer as the value of an annotation that is text."""
+    texts = {
+        path: path.read_text()
+        for folder in (PACKAGE, PACKAGE.parent / "examples")
+        for path in folder.rglob("*.py")
+    }
+    kernels = [path for path, text in texts.items() if "@T.prim_func" in text]
+    assert kernels
+    assert not [path for path in kernels if "from __future__ import annotations" in texts[path]]
+
+
 SLOW = [
     "torch._dynamo",
     "torch._inductor",

@@ -51,7 +51,7 @@ def check_blocks(
 def check_device(device: Any) -> torch.device:
     """The device with its index; None: the GPU, if there is one."""
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

@@ -442,15 +442,15 @@ def test_bias_refuses_for_a_batch_of_one():
 
 def test_float_mask_of_zeros_and_ones_warns_on_the_cpu():
     """It is added to the scores: exp(1) does not hide a key, and exp(0) is no weight of 0."""
-    q = torch.randn(1, 2, 8, 32)
-    mask = torch.ones(1, 1, 8, 8).tril()
+    q = torch.randn(1, 2, 11, 32)  # a size of no other test: the first call of its metadata warns
+    mask = torch.ones(1, 1, 11, 11).tril()
     with pytest.warns(
         UserWarning, match=r"attn_bias: .* all values are 0 or 1; pass attn_bias\.bool\(\)"
     ) as caught:
         flex_attention(q, q, q, attn_bias=mask)
     assert caught[-1].filename == __file__
     others = (
-        mask.bool(), torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8), 2 * mask, mask.clone().requires_grad_(), mask.to("meta"),
+        mask.bool(), torch.zeros(1, 1, 11, 11), torch.ones(1, 1, 11, 11), 2 * mask, mask.clone().requires_grad_(), mask.to("meta"),
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")

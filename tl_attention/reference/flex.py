@@ -46,8 +46,9 @@ def flex_reference(
             scores < LEAST_SCORE, -math.inf
         )  # and gradient 0, also in rows without a key
         lse = scores.logsumexp(-1)
-        sees_none = lse == -math.inf
-        weights = (scores - lse.masked_fill(sees_none, 0)[..., None]).exp()
+        # Not exp(scores - lse), where a large lse has lost the log of the number of keys
+        sees_none = (lse == -math.inf)[..., None]
+        weights = scores.masked_fill(sees_none, 0).softmax(-1).masked_fill(sees_none, 0)
         return weights @ v, lse
 
 

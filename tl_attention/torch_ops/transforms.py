@@ -15,7 +15,7 @@ from torch.autograd.function import _SingleLevelFunction
 from tl_attention.problem.options import ALIKE_IN_BATCH, FIELDS, LENGTHS, PER_HEAD, PLAIN, Call
 
 NAMESPACE = "tl_attention"
-_libraries: dict[str, torch.library.Library] = {}  # by op
+_libraries: dict[str, torch.library.Library] = {}  # by op, or op and rule
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _JVP = torch._C._functorch.TransformType.Jvp
@@ -48,10 +48,21 @@ def define_composite_op(name: str, schema: str) -> Callable[[Callable], torch._o
 
 
 def _define(name: str, schema: str, tags: Sequence[torch.Tag]) -> torch.library.Library:
-    if name in _libraries:  # of a module that is loaded again
+    library = _new_library(name)
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    return library
+
+
+def _library_of(op: torch._ops.OpOverload, rule: str) -> torch.library.Library:
+    """Library for one rule of an op, "autograd" or "vmap"."""
+    return _new_library(f"{op._opname} {rule}")
+
+
+def _new_library(name: str) -> torch.library.Library:
+    """Library in the place of one of that name, which a module that is loaded again has left: torch 2.11 overrides no rule."""
+    if name in _libraries:
         _libraries[name]._destroy()
     library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
-    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     return library
 
 
@@ -59,7 +70,7 @@ def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable, backwa
     """Register the derivatives of an op with lists of tensors for autograd alone. save, backward: as in torch.library.register_autograd."""
     name = op._opname
     torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=save, lib=_libraries[name]
+        f"{NAMESPACE}::{name}", backward, setup_context=save, lib=_library_of(op, "autograd")
     )
 
 
@@ -69,7 +80,7 @@ def refuse_vmap(op: torch._ops.OpOverload, error: Exception) -> None:
     def rule(*arguments: Any) -> NoReturn:
         raise error
 
-    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_libraries[op._opname])
+    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_library_of(op, "vmap"))
 
 
 def register_autograd(
@@ -121,7 +132,7 @@ def register_autograd(
         with enable_single_level_autograd_function():
             return Function.apply(*inputs, keyset, modes)
 
-    _libraries[op._opname].impl(op._opname, kernel, "Autograd", with_keyset=True)
+    _library_of(op, "autograd").impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
 def _unpack_dual(x: Any) -> tuple:
@@ -190,7 +201,7 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
             out_dims.append(axis)
         return tuple(unfolded), tuple(out_dims)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_libraries[op._opname])
+    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_library_of(op, "vmap"))
 
 
 def _fold(x: torch.Tensor, size: int, axis: int, of_sample: bool) -> torch.Tensor:

@@ -182,6 +182,7 @@ def constructed(cu_seqlens: torch.Tensor, prefixes: torch.Tensor) -> dict:
         "window": block_masks.sliding_window(LENGTH, 500, (100, 30), **on),
         "left": block_masks.sliding_window(LENGTH, 500, (30, -1), block_size=64, **on),
         "right": block_masks.sliding_window(500, LENGTH, (-1, 30), **on),
+        "far": block_masks.sliding_window(500, LENGTH, (2**70, 30), **on),
         "no window": block_masks.sliding_window(LENGTH, LENGTH, (-1, -1), **on),
         "prefix": block_masks.prefix_lm(LENGTH, LENGTH, 333, **on),
         "prefixes": block_masks.prefix_lm(LENGTH, LENGTH, prefixes),

@@ -60,13 +60,15 @@ def check_device(device: Any) -> torch.device:
 
 
 def check_window_pair(window_size: Any) -> tuple[int, int]:
+    """The bounds of a window, at most MAX_LENGTH: a larger one hides no more."""
     is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
     if not is_pair or not all(is_int(x) and x >= -1 for x in window_size):
         raise ValueError(
             f"window_size: expected (left, right), ints of at least 0, or -1 for no bound, got {describe(window_size)}; pass"
             f" {window_hint(window_size)}"
         )
-    return window_size[0], window_size[1]
+    left, right = (min(x, MAX_LENGTH) for x in window_size)
+    return left, right
 
 
 def check_lengths_tensor(name: str, x: Any, *ndims: int) -> torch.Tensor:

@@ -191,6 +191,22 @@ def test_doctor_counts_the_rows_of_each_direction(monkeypatch, tmp_path):
     assert good and text.startswith(f"{path}, rows: 2 fwd, 1 bwd_det; then ")
 
 
+@pytest.mark.parametrize(("version", "good"), [(13000, True), (13020, False)])
+def test_doctor_compares_nvcc_with_its_headers(monkeypatch, tmp_path, version, good):
+    nvcc, header = tmp_path / "bin/nvcc", tmp_path / "include/cuda_runtime_api.h"
+    for path, text in (
+        (nvcc, "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\necho Build\n"),
+        (header, f"#define CUDART_VERSION  {version}\n"),
+    ):
+        path.parent.mkdir()
+        path.write_text(text)
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: (nvcc, "PATH"))
+    found, text = doctor._check_nvcc()
+    assert found == good and text.startswith("V13.0.88")
+    assert ("headers are of CUDA 13.2" in text) != good
+
+
 def test_doctor_says_whose_table_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(doctor, "gpu_name", lambda: "NVIDIA GH200 144G HBM3e")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,7 +153,15 @@ def _check_nvcc() -> tuple[bool, str]:
     release = (
         subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-2]
     )
-    return True, f"{release.rpartition(', ')[2]}, {nvcc}, by {origin}"
+    text = f"{release.rpartition(', ')[2]}, {nvcc}, by {origin}"
+    headers = nvcc.parents[1] / "include/cuda_runtime_api.h"
+    version = headers.exists() and re.search(r"define CUDART_VERSION\s+(\d+)", headers.read_text())
+    if version:
+        major, minor = divmod(int(version[1]) // 10, 100)
+        if f"release {major}.{minor}," not in release:
+            advice = "set CUDA_HOME to a CUDA toolkit, or install a pack, or a torch built for nvcc's CUDA"
+            return False, f"{text}: its headers are of CUDA {major}.{minor} and do not fit it: {advice}"
+    return True, text
 
 
 def _check_cuobjdump() -> tuple[bool, str]:

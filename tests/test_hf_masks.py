@@ -533,6 +533,6 @@ def test_mask_keeps_its_numbers_on_another_dtype():
     """Models cast masks to the dtype of their scores; documents beyond 256 have no number in bf16."""
     mask = made(queries=600, keys=600)
     mask.starts = torch.ones(1, 600, dtype=torch.bool)
-    assert mask.to(torch.bfloat16) is mask
+    assert mask.to(torch.bfloat16) is mask and mask.contiguous() is mask
     moved = mask.to(device="cpu")
     assert moved.starts.dtype == torch.bool and moved.sizes == mask.sizes

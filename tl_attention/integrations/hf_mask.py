@@ -88,6 +88,10 @@ class Mask:
             tensors["block_mask"] = self.block_mask.to(device)
         return dataclasses.replace(self, **tensors)
 
+    def contiguous(self) -> Mask:
+        """The mask itself: transformers 5.20 asks for it where it fills a static cache."""
+        return self
+
     def _refuse(self, *_: Any) -> NoReturn:
         raise _error("an operator")
 

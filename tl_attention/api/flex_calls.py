@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,9 +51,6 @@ from tl_attention.torch_ops.ops import check_device_or_warn, in_bf16, scale_of
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
-
-if TYPE_CHECKING:
-    pass
 
 LOG = logging.getLogger(__name__)
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,9 +17,6 @@ from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.problem.options import options_of_terms
 from tl_attention.problem.program import Call
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_forward(

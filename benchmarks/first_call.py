@@ -7,10 +7,10 @@ is initialized and the inputs are allocated. PyTorch's own functions need no fur
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
-import sys
 import time
 
 import torch
@@ -71,4 +71,7 @@ def sdpa_backend(provider: str) -> contextlib.AbstractContextManager:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Milliseconds of the first calls of a process, as JSON.")
+    parser.add_argument("provider", choices=("tl_attention", "fa2", "fa4", "cudnn"))
+    parser.add_argument("sizes", metavar="SIZES", help="B,Hq,Hkv,Sq,Sk,D,mask")
+    main(**vars(parser.parse_args()))

@@ -539,3 +539,12 @@ def test_weights_of_large_scores_sum_to_1(qkv):
     out, lse = flex_attention(*qkv, lambda score, b, h, q, k: score * 0 - 1e9, return_lse=True)
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=0.01, atol=1e-3)
     assert (lse == -1e9).all()
+
+
+def test_functions_capture_tensors_whose_sizes_are_symbols(qkv):
+    def attend(q, k, v, bias):
+        return flex_attention(q, k, v, lambda score, b, h, q, k: score - bias[h, q])
+
+    bias = torch.randn(HEADS, LENGTH)
+    graph = make_fx(attend, tracing_mode="symbolic")(*qkv, bias)
+    torch.testing.assert_close(graph(*qkv, bias), attend(*qkv, bias))

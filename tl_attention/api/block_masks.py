@@ -116,7 +116,9 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, mask_mod: Callable[..., Any], captures: Captures | None) -> Origin:
-        return cls(mask_mod, None if captures is None else (captures.key, captures.sizes))
+        if captures is None or (sizes := captures.sizes) is None:
+            return cls(mask_mod, None)
+        return cls(mask_mod, (captures.key, sizes))
 
 
 def origin_of_lists(block_mask: BlockMask) -> Origin | None:

@@ -8,11 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from tl_attention.api.flex_calls import attend_functions
-from tl_attention.checks.common import (
-    check_deterministic,
-    describe,
-    expect_bool,
-)
+from tl_attention.checks.common import check_deterministic, describe, expect_bool
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,

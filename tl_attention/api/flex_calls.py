@@ -19,12 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tl_attention.api.flex_lists import KeptMask, kept_mask, listed
-from tl_attention.checks.common import (
-    FWD_DTYPES,
-    check_fwd,
-    describe,
-    is_dtensor,
-)
+from tl_attention.checks.common import FWD_DTYPES, check_fwd, describe, is_dtensor
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
@@ -238,11 +233,8 @@ def _key(
             type(v), v.shape, v.stride(), v.dtype, v.device,
             *[(type(x), x.shape, x.stride(), x.layout) for x in captures.tensors],
         ), captures, mask  # fmt: skip
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no dense tensor or no BlockMask, which the checks refuse
+    # No dense tensor or no BlockMask, which the checks refuse
+    except (AttributeError, RuntimeError, TypeError):
         return None, None, None
 
 

@@ -84,7 +84,7 @@ class KeptMask:
             return False
         captures = Captures.of(mask_mod)
         if self._origin is not None:
-            return captures is not None and Origin.of(mask_mod, captures) == self._origin
+            return self._origin.key is not None and Origin.of(mask_mod, captures) == self._origin
         if captures is None or captures.tensors:
             return False
         found = self._compared.get(captures.key)

@@ -48,10 +48,12 @@ class Captures:
         return captures
 
     @property
-    def sizes(self) -> tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]:
-        """Shape and strides of each tensor, which a function may read; None of a sparse or nested one."""
+    def sizes(self) -> tuple[tuple[torch.Size, tuple[int, ...]] | None, ...] | None:
+        """Shape and strides of each tensor, which a function may read; None of a sparse or nested one. None if a size is a symbol."""
         dense = [x.layout == torch.strided and not x.is_nested for x in self.tensors]
-        return tuple((x.shape, x.stride()) if y else None for x, y in zip(self.tensors, dense, strict=True))
+        found = tuple((x.shape, x.stride()) if y else None for x, y in zip(self.tensors, dense, strict=True))
+        is_known = all(type(n) is int for sizes in found if sizes for both in sizes for n in both)
+        return found if is_known else None
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """Index of a tensor among those that the functions see."""

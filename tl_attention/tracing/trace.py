@@ -199,7 +199,8 @@ def trace(
         key = sized = None
         if captures is not None:
             key = captures.key, differentiate, broadcast, listed
-            sized = *key, captures.sizes
+            sizes = captures.sizes
+            sized = None if sizes is None else (*key, sizes)
             known = _traced.get(key) or _traced.get(sized)
             if known is not None:
                 program, slots, numbers = known
@@ -216,7 +217,8 @@ def trace(
                     _programs.clear()
                 # One object for equal programs: they are compared in the keys of plans
                 call = Call(_programs.setdefault(call.program, call.program), call.tensors, call.numbers)
-                _traced[sized if reads_sizes else key] = call.program, tuple(slots), call.numbers
+                if (known_by := sized if reads_sizes else key) is not None:
+                    _traced[known_by] = call.program, tuple(slots), call.numbers
         return call
 
 

@@ -51,7 +51,8 @@ class Processes:
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
             os.dup2(1, 2)
             sys.stdout, sys.stderr, sys.argv = os.fdopen(1, "w"), os.fdopen(2, "w"), ["train.py"]
-            faulthandler.dump_traceback_later(LIMIT, exit=True, file=2)
+            # No dump_traceback_later(): where the parent has one, as in tests with a GPU, it waits for a thread that fork() left behind
+            faulthandler.register(signal.SIGUSR1, file=2)
             function()
             status = 0
         except BaseException:
@@ -88,6 +89,9 @@ class Processes:
                     failed += [number] if status else []
             time.sleep(0.05)
         running = [number for number, process in enumerate(self.ids) if process in waited]
+        for number in running:
+            os.kill(self.ids[number], signal.SIGUSR1)  # it says where it is
+        time.sleep(1 if running else 0)
         assert not running and not failed, (
             f"processes {running} did not end in {seconds} s, {failed} failed:\n{self.said()}"
         )
@@ -404,10 +408,20 @@ def test_pack_is_read_by_twelve_processes_at_once(tmp_path):
     assert [path.read_text() for path in processes.outputs] == [f"{expected}\n"] * PROCESSES
 
 
-GPU_LIMIT = 300  # seconds for twelve processes that import torch and build some eight kernels together
+def test_processes_start_beside_the_watchdog_of_a_gpu_test(tmp_path):
+    faulthandler.dump_traceback_later(10 * LIMIT)
+    try:
+        with Processes([lambda: print("here")] * 2, tmp_path) as processes:
+            processes.end()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert [path.read_text() for path in processes.outputs] == ["here\n"] * 2
+
+
+GPU_LIMIT = 180  # seconds for twelve processes that import torch and build some eight kernels together
 GPU_PROGRAM = f"""
-import faulthandler, sys, time
-faulthandler.dump_traceback_later({GPU_LIMIT}, exit=True)  # where each of them is
+import faulthandler, signal, sys, time
+faulthandler.register(signal.SIGUSR1)
 sys.path.insert(0, {str(HERE.parent)!r})
 begin = time.monotonic()
 def reached(stage):  # a failure shows these lines of all processes

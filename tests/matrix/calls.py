@@ -41,8 +41,9 @@ RAMP = 60.0
 # as thousands of draws meet larger errors than one case
 RELATIVE_ERROR = {2: 1e-4, 3: 2.0**-21}
 LSE_ERROR = {2: 1e-4, 3: 2e-6}
-# Of scores up to this magnitude; of larger ones errors grow with them
-SMALL_SCORES = 16.0
+# Of scores up to this magnitude; larger ones err by more, and so does P = exp(S - lse): 4 times 2**-23, the error of a product of three
+# terms, is 2**-21
+SMALL_SCORES = 4.0
 # Error of dP - delta, where the exact difference is 0
 CANCELLATION = {2: 2.0**-15, 3: 2.0**-22}
 # Of tanh.approx, by the PTX manual: a log-sum-exp of capped scores errs by so much of its largest score, see docs/numerics.md

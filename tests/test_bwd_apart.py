@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from test_bwd import run
@@ -24,8 +22,8 @@ SCHEDULES = ["dynamic", "dynamic-late", "stream-K", "ordered"]
 
 
 def apart(schedule: str, width: int = 128, rounds_dq: bool = False) -> BwdConfig:
-    block_M = {64: 128, 128: 64}[width]
-    one = BwdPass("dq+dk+dv", block_M, 128, 2, 2, True, "apart", schedule, rounds_dq=rounds_dq)
+    stages = {64: 4, 128: 2}[width]
+    one = BwdPass("dq+dk+dv", 64, 128, stages, stages, width == 128, "apart", schedule, rounds_dq=rounds_dq)
     return BwdConfig((one,))
 
 
@@ -39,20 +37,17 @@ def test_a_third_warpgroup_fits(schedule, width):
     assert fault(AttnProblem("bfloat16", width, width, True), config) is None
 
 
-CAPPED = AttnProblem("bfloat16", 64, 64, True, ("softcap",))
+def test_only_d64_has_registers_for_each_tile():
+    problems = [AttnProblem("bfloat16", width, width, True) for width in (64, 128)]
+    for problem, width, expected in ((problems[0], 128, False), (problems[1], 64, True)):
+        assert f"reuse_registers: expected {expected}" in fault(problem, apart("stream-K", width))
 
 
-def capped(schedule: str, rounds_dq: bool = False) -> BwdConfig:
-    one = BwdPass("dq+dk+dv", 64, 128, 4, 4, True, "apart", schedule, rounds_dq=rounds_dq)
-    return BwdConfig((one,))
-
-
-def test_softcaps_of_d64_have_steps_of_64_queries():
-    for config in (capped("dynamic-late"), capped("stream-K"), capped("stream-K", rounds_dq=True)):
-        assert fault(CAPPED, config) is None
-        assert "d64 in steps of 128 queries" in fault(AttnProblem("bfloat16", 64, 64, True), config)
-    assert "got d64 in steps of 128" in fault(CAPPED, apart("stream-K", 64))
-    assert "another option" in fault(replace(CAPPED, head_dim=128, head_dim_v=128), capped("dynamic-late"))
+def test_softcaps_have_the_order_at_d64_alone():
+    problems = [AttnProblem("bfloat16", width, width, True, ("softcap",)) for width in (64, 128)]
+    assert fault(problems[0], apart("dynamic-late", 64)) is None
+    assert fault(problems[0], apart("stream-K", 64, rounds_dq=True)) is None
+    assert "another option" in fault(problems[1], apart("dynamic-late", 128))
 
 
 def test_additions_in_turns_are_deterministic():
@@ -144,7 +139,8 @@ def test_gradients_of_softcaps_match_those_of_another_order(causal, sizes, sched
     dout = make_dout(shape, torch.bfloat16)
     options = Options(softcap=1.5)
     out, lse = launch.forward(q, k, v, 0.125, causal, False, options=options)
-    config = capped("stream-K", rounds_dq=True) if schedule == "rounds-dq" else capped(schedule)
+    rounds = schedule == "rounds-dq"
+    config = apart("stream-K" if rounds else schedule, 64, rounds)
     other = BwdConfig((BwdPass("dq+dk+dv", 128, 128, 3, 2, True),))
     found, wanted = (
         tuple(

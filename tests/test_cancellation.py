@@ -40,17 +40,14 @@ def rounded(x, dtype):
 
 
 def emulated(dout, q, k, v):
-    """dq and dk by the kernels' arithmetic: FlashAttention-2's, except that P, and in bf16 dP - delta, are rounded before their product."""
+    """dq and dk by the kernels' arithmetic: P for O, O, and dS are rounded, P for dS is not."""
     dtype, (dout, q, k, v) = q.dtype, (x.float() for x in (dout, q, k, v))
     scores = SCALE * (q @ k.mT)
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     out = rounded((rounded(weights, dtype) @ v) / weights.sum(-1, keepdim=True), dtype)
     delta = (dout * out).sum(-1, keepdim=True)
-    probabilities, differences = rounded((scores - lse).exp(), dtype), dout @ v.mT - delta
-    if dtype == BF16:
-        differences = rounded(differences, dtype)
-    dscores = rounded(probabilities * differences, dtype)
+    dscores = rounded((scores - lse).exp() * (dout @ v.mT - delta), dtype)
     return [rounded(SCALE * x, dtype) for x in (dscores @ k, dscores.mT @ q)]
 
 
@@ -64,7 +61,7 @@ def exact_and_bounds(dout, q, k, v):
     dscores = weights * differences
     of_delta = 2 * u * (dout.abs() * (weights @ v.abs())).sum(-1, keepdim=True)
     of_delta += tiny * (dout.abs() * v.abs().sum(2, keepdim=True)).sum(-1, keepdim=True)  # P of small weights
-    of_scores = weights * of_delta + 3 * u * dscores.abs() + tiny * (1 + differences.abs())
+    of_scores = weights * of_delta + u * dscores.abs() + tiny
     dq, dk = SCALE * dscores @ k, SCALE * dscores.mT @ q
     bounds = SCALE * of_scores @ k.abs(), SCALE * of_scores.mT @ q.abs()
     # fp32 sums of dP and scores, which matter where a term above is 0

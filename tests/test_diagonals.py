@@ -164,7 +164,7 @@ def test_diagonals_pass_dS_on():
     [
         (128, BwdPass("dq", 128, 64)),
         (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="separate-dS", schedule="stream-K")),
-        (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="apart", schedule="stream-K")),
+        (64, BwdPass("dq+dk+dv", 64, 128, 4, 4, order="apart", schedule="stream-K")),
         (128, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True, order="apart", schedule="stream-K")),
     ],
     ids=str,

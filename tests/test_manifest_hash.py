@@ -29,7 +29,7 @@ FOLDER = Path(tl_attention.__file__).with_name("kernels")
 SHIPPED = manifest.shipped()
 STREAM_K = "bf16 d128 causal, 128x128 stream-K q2"  # no ping-pong, so no turns
 FORWARD = ("bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max", STREAM_K)
-APART = "bf16 d64 causal, dq+dk+dv 128x128x2x2 reuse apart stream-K"  # a warpgroup of its own computes dq
+APART = "bf16 d64 causal, dq+dk+dv 64x128x4x4 apart stream-K"  # a warpgroup of its own computes dq
 WITH_DQ = "bf16 d64 full window, dq+dk+dv 128x128x2x2 reuse separate-dS dynamic-late"
 KEYS_ALONE = "bf16 d64 causal, dk+dv 96x128x2x2"
 BACKWARD = (WITH_DQ, APART, KEYS_ALONE)
@@ -79,8 +79,8 @@ FAULTS = {
     "backward: dq from dS of another slot": Edit(
         r"(self\.multiply\(step) \+ 1,", r"\1,", BACKWARD, same=(APART, KEYS_ALONE)
     ),
-    "backward: dO is released before dP is complete": Edit(
-        r"(?s)(def dq_apart\(.*?)( +T\.wait_wgmma\(0\)[^\n]*\n)( +smem\.dO\.release\(i\)\n)",
+    "backward: dO is released before dV is complete": Edit(
+        r"(?s)(def dq_apart_own_registers\(.*?)( +step\.all_but\(\"dK\", \"S\"\)[^\n]*\n)( +smem\.dO\.release\(i\)\n)",
         r"\1\3\2",
         BACKWARD,
         same=(WITH_DQ, KEYS_ALONE),

@@ -1,7 +1,7 @@
 """Models of the CUDA functions that kernels call, by name: what each does to shared memory, barriers and counters in global memory.
 
 A function that is neither in MODELS nor in PURE raises NotImplementedError. All of them read the fragments that they are given; those in
-WRITES_FRAGMENTS also write them.
+WRITES_FRAGMENTS also write some of them.
 
 Not modelled: shared memory that is private to a warp (tiles of captured tensors, values of diagonals, rows that are rounded or split to
 terms), and float data in global memory.
@@ -28,11 +28,15 @@ PURE = {
     "__fdiv_rn", "__saturatef", "fminf", "fmaxf",
     "add", "add_exactly", "add_fp32_tile", "add_fragment", "add_rows", "add_stored", "add_sum", "add_tile", "add_to_place",
     "add_transposed", "base#", "before", "bit", "diagonal", "diagonal#", "distance", "draw", "drop_float", "drop_half", "factor#",
-    "fence_additions", "fetch", "fetch_bits", "fetch_shared", "fetched", "gradient", "keep_diagonals", "merge_sums", "new_score",
-    "prefetch", "prefetch_bits", "random_state", "seen", "slope", "sloped", "slot_of_lane", "store_rows",
+    "fence_additions", "fetch", "fetch_bits", "fetch_shared", "fetched", "gradient", "keep_diagonals", "keep_rest", "merge_sums",
+    "new_score", "prefetch", "prefetch_bits", "random_state", "seen", "slope", "sloped", "slot_of_lane", "store_rows",
     "store_tile", "store_vector", "sum_diagonals", "sum_pairs", "summed_slot", "tanh", "target#", "wait_for_prefetch",
 }  # fmt: skip
-WRITES_FRAGMENTS = {"add_stored", "drop_float", "drop_half", "merge_piece"}
+# Arguments that a function writes
+WRITES_FRAGMENTS = {
+    **dict.fromkeys(("add_stored", "drop_float", "drop_half", "merge_piece"), slice(None)),
+    "softmax_backward": slice(-1, None),
+}
 
 
 REACHED: dict[
@@ -71,6 +75,11 @@ def split_tile(warp: Warp, address: Address, slot: int) -> None:
     name, _ = address.tile
     warp.tile_read(name, slot, ("rows", warp.number % WARPS))
     warp.tile_write(name, slot, "rows")
+
+
+def softmax_backward(warp: Warp, P: Any, rest: Any, dp: Any, delta: Address, dS: Any) -> None:
+    """Each thread reads its deltas."""
+    warp.tile_read(*delta.tile)
 
 
 def add_by_tma(warp: Warp, place: Place, address: Address, fragment: Any) -> None:
@@ -256,7 +265,7 @@ MODELS: dict[str, Callable[[list[str], list[int]], str]] = {
     "make_first_parts": lambda args, _: "UNKNOWN",
     "make_parts": lambda args, sizes: f"(yield from externs.make_parts(warp, {', '.join(args)}, {sizes[0]}))",
     "wait_for_parts": lambda args, sizes: f"(yield from externs.wait_for_parts(warp, {', '.join(args)}, {sizes[0]}))",
-    **{name: _plain(name) for name in ("store_fragment", "split_tile", "add_by_tma")},
+    **{name: _plain(name) for name in ("store_fragment", "split_tile", "softmax_backward", "add_by_tma")},
     **{
         name: _waits(name)
         for name in (

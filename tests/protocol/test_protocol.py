@@ -36,7 +36,7 @@ OF_TEMPLATES = (
     "decode bf16 d64 full window, decode",
     "jvp bf16 d64 causal",
     "bwd_det bf16 d64 full score_mod dense bias",
-    "bwd bf16 d64 causal varlen, dq+dk+dv 128x128x2x2 reuse apart dynamic-late",
+    "bwd bf16 d64 causal varlen, dq+dk+dv 64x128x4x4 apart dynamic-late",
 )
 
 

@@ -14,7 +14,7 @@ import keyword
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -563,16 +563,24 @@ class Translator:
         """Call of a CUDA function."""
         short = externs.base_name(name)
         self.externs.add(short)
-        before = set(self.uses.reads)
         texts = [self.expr(x) for x in args]
         if short in externs.WRITES_FRAGMENTS:
-            self.uses.writes |= {x: None for x in self.uses.reads if x not in before}
+            written = list(args)[externs.WRITES_FRAGMENTS[short]]
+            self.uses.writes |= self.uses_of(written).reads
         if short in externs.MODELS:
             return externs.MODELS[short](texts, externs.template_arguments(name))
         if not externs.is_pure(short):
             raise NotImplementedError(f"function {name}: neither in externs.MODELS nor in externs.PURE")
         waits = [text for text in texts if "yield" in text or "externs." in text]
         return f"[{', '.join(waits)}, UNKNOWN][-1]" if waits else "UNKNOWN"
+
+    def uses_of(self, expressions: Iterable[Any]) -> Uses:
+        """What expressions use alone."""
+        others, self.uses = self.uses, Uses()
+        for x in expressions:
+            self.expr(x)
+        found, self.uses = self.uses, others
+        return found
 
     def address(self, b: Any, indices: Any) -> str:
         """Address of an element."""
@@ -594,10 +602,11 @@ class Translator:
         shape, dtype = self.shapes_of[name]
         size = tvm.DataType(dtype).bits // 8
         dims = self.slot_dims.setdefault(name, min(len(shape) - 1, 1))
-        if dims > 1:
+        if dims > 2:
             raise NotImplementedError(f"address of {name}, which has {dims} dimensions of slots")
-        per_slot = math.prod(shape[1:]) * size if dims else 0
-        return f"Address({name!r}, {offset} * {size}, {per_slot})"
+        per_slot = math.prod(shape[dims:]) * size if dims else 0
+        inner = f", {int(shape[1])}" if dims == 2 else ""
+        return f"Address({name!r}, {offset} * {size}, {per_slot}{inner})"
 
     def _atomic(self, e: Any, how: str) -> str:
         place = e.args[0].args[0]  # of access_ptr

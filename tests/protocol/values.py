@@ -45,11 +45,13 @@ class Address:
     Args:
         offset: bytes from the start of the buffer.
         slot_bytes: bytes per slot; 0: the buffer has one.
+        inner: slots along a second dimension of them; 0: there is none.
     """
 
     buffer: str
     offset: int
     slot_bytes: int
+    inner: int = 0
 
     def __add__(self, offset: int) -> Address:
         return replace(self, offset=self.offset + offset)
@@ -57,9 +59,10 @@ class Address:
     __radd__ = __add__
 
     @property
-    def tile(self) -> tuple[str, int]:
+    def tile(self) -> tuple[str, int | tuple[int, int]]:
         """(buffer, slot)"""
-        return self.buffer, self.offset // self.slot_bytes if self.slot_bytes else 0
+        slot = self.offset // self.slot_bytes if self.slot_bytes else 0
+        return self.buffer, divmod(slot, self.inner) if self.inner else slot
 
 
 @dataclass(frozen=True)

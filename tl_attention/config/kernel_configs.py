@@ -136,9 +136,10 @@ class FwdCombine:
 # Orders of operations in a step of the pass that sums dq.
 #   ""           dq of the previous step is added before dS
 #   late-sums    dq of the previous step is added at the end of the step
-#   early-dK     dK is issued before dS is shared, and delta is read ahead
+#   early-dK     dK is issued before dS is shared
 #   separate-dS  dS has registers of its own: the product of dV reads P beside it
-#   apart        as early-dK, but a third warpgroup computes and adds dq; see kernels/backward/dq_sinks/apart.py
+#   apart        a third warpgroup computes and adds dq, see kernels/backward/dq_sinks/apart.py; with reuse_registers else as early-dK,
+#                without it dP is computed beside the exponentials, and dV beside dS
 # Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
 DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
 

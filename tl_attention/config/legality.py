@@ -397,8 +397,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return "grads: expected dq in a pass of its own where captured tensors get gradients, got dq+dk+dv"
     if shares_dq and step_rows % 64:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
-    if shares_dq and not bwd_pass.reuse_registers:
-        return "reuse_registers: expected True where dq is summed, which needs registers too, got False"
+    reuses = not (bwd_pass.dq_apart and problem.width == "d64")
+    if shares_dq and bwd_pass.reuse_registers != reuses:
+        where = "where dq is summed, but for the order apart of d64"
+        return f"reuse_registers: expected {reuses} {where}, got {bwd_pass.reuse_registers}"
     orders = DQ_ORDERS if shares_dq else ("",)
     if bwd_pass.order not in orders:
         elsewhere = "in fp32" if problem.is_fp32 else "where no dq is summed"
@@ -431,10 +433,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "stream-K", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
-    apart_step = {"d64": 64 if problem.has("softcap") else 128, "d128": 64}.get(problem.width)
-    if bwd_pass.dq_apart and bwd_pass.block_M != apart_step:
-        wanted = "d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone"
-        return f"order: expected 'apart' for {wanted}, got {problem.width} in steps of {bwd_pass.block_M}"
+    if bwd_pass.dq_apart and (problem.width not in ("d64", "d128") or bwd_pass.block_M != 64):
+        got = f"{problem.width} in steps of {bwd_pass.block_M}"
+        return f"order: expected 'apart' for d64 and d128 in steps of 64 queries alone, got {got}"
     schedule = "dynamic-late" if problem.has("varlen") else "stream-K"
     if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):
         got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"

@@ -104,6 +104,7 @@ def attention_backward_reference(
     dtype: torch.dtype = torch.float32,
     dlse: torch.Tensor | None = None,
     lse_base2: bool = False,
+    rounds_to: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of sum(dout * out) + sum(dlse * lse), on any device, in bounded memory.
@@ -120,6 +121,7 @@ def attention_backward_reference(
         dtype: dtype of every product and of S, P, O, dP, delta and dS; sums over chunks of queries are at least fp32.
         dlse: [batch, heads_q, seqlen_q], the gradient of the LSE that attention_reference returns with this lse_base2;
             None is 0.
+        rounds_to: dtype to which O in delta, P in dV, and dS in dQ and dK are rounded, as a kernel with 16-bit operands does; None: none.
     Returns:
         dq, dk, dv: in the shapes of q, k, v, contiguous, in `dtype`; dk and dv summed over the heads of a group.
         dsink: [heads_q], in `dtype`, only with a sink.
@@ -142,7 +144,9 @@ def attention_backward_reference(
         for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, ReferenceOptions(**options), multiplied):
             by_row = (x[pairs, :, rows].to(dtype) for x in (dout, dlse, q))
             by_key = (x[pairs, :, keys].to(dtype) for x in (k, v))
-            partial_dq, partial_dk, partial_dv, partial_dsink = _backward_of_chunk(*by_row, *by_key, chunk)
+            partial_dq, partial_dk, partial_dv, partial_dsink = _backward_of_chunk(
+                *by_row, *by_key, chunk, rounds_to
+            )
             dq[pairs, :, rows] += partial_dq
             dk[pairs, :, keys] += partial_dk
             dv[pairs, :, keys] += partial_dv
@@ -440,6 +444,7 @@ def _backward_of_chunk(
     k: torch.Tensor,
     v: torch.Tensor,
     chunk: _Chunk,
+    rounds_to: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq of these rows and their contribution to dk, dv and dsink.
 
@@ -447,16 +452,22 @@ def _backward_of_chunk(
         dout: [n, group, rows, head_dim_v].
         dlse: [n, group, rows, 1].
         q, k, v: as for _forward_of_chunk.
+        rounds_to: as for attention_backward_reference.
     """
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x if rounds_to is None else x.to(rounds_to).to(x.dtype)
+
     out, lse, weights, tanh = _forward_of_chunk(q, k, v, chunk)
     weights.masked_fill_((lse == -math.inf)[..., None], 0)
     weights, sink_weight = weights.tensor_split([k.shape[2]], -1)  # [n, group, rows, keys] and 1 or 0 columns
-    delta = (dout * out).sum(-1, keepdim=True) - dlse
+    delta = (dout * rounded(out)).sum(-1, keepdim=True) - dlse
     dsink = -(sink_weight * delta).sum((2, 3), keepdim=True)
-    dv = _times_over_rows(chunk.dropout(weights), dout)
+    dv = _times_over_rows(rounded(chunk.dropout(weights)), dout)
     dscores = chunk.dropout(_times(dout, v.mT)).sub_(delta).mul_(weights)
     if tanh is not None:
         dscores *= 1 - tanh.square()
+    dscores = rounded(dscores)
     return _times(dscores, k) * chunk.scale, _times_over_rows(dscores, q) * chunk.scale, dv, dsink
 
 

@@ -140,7 +140,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         step.take_values()  # and clear dK and dV
 
-        # In the order apart: P', then dP' beside dV, dS', dK beside the next S'. See product_orders.py
+        # In the order apart of d128: P', then dP' beside dV, dS', dK beside the next S'. See product_orders.py
         for i in T.serial(begin, first_step + blocks.steps):
             step_body(step, i, begin)
 
@@ -347,6 +347,8 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     code = prelude(problem, roles) or ""
     if problem.has_bits and config.makes_all:
         code += source("prefetch_bits")
+    if config.reuse_registers and "dk" in config.makes and not problem.is_fp32:
+        code += source("rest")
     if config.order:
         code += source("fragments")
     if problem.is_fp32 and not problem.has("varlen"):

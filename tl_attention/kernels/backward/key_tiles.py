@@ -58,13 +58,10 @@ def skips_steps(problem: AttnProblem, config: BwdPass) -> bool:
 def scores_come_first(problem: AttnProblem, config: BwdPass) -> bool:
     """True if a step issues its own S first. Else the step before issues it, and the last step issues an S of no use.
 
-    Two passes with one_sum gain by it: 16 x 16 x 1024 of d128 causal in fp32, high, takes 1.350 ms in place of 1.384. Causal passes of d64
-    that round dq do, too: 16 x 32 x 1024 in bf16 takes 0.501 ms in place of 0.516. d128 in bf16 gains nothing (H200, 2026-11-27).
+    Two passes with one_sum gain by it: 16 x 16 x 1024 of d128 causal in fp32, high, takes 1.350 ms in place of 1.384 (H200, 2026-11-27).
     """
-    if problem.is_fp32:
-        two_passes = config.grads == "dq" or (config.grads == "dk+dv" and not config.reuse_registers)
-        return config.one_sum and two_passes
-    return config.rounds_dq and problem.head_dim == 64 and not problem.options and problem.is_plain_causal
+    two_passes = config.grads == "dq" or (config.grads == "dk+dv" and not config.reuse_registers)
+    return problem.is_fp32 and config.one_sum and two_passes
 
 
 @T.macro

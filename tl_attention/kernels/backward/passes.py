@@ -57,6 +57,16 @@ class KeyPass:
         return self.config.reuse_registers and self.config.order != "separate-dS"
 
     @property
+    def keeps_rest(self) -> bool:
+        """True if P' in fp32 comes back from its rounded value and the bits cut off, as dP' takes its registers: see cuda/rest.cuh."""
+        return self.config.reuse_registers and self.makes_dk and not self.problem.is_fp32
+
+    def function_of_rest(self, name: str) -> str:
+        """One of cuda/rest.cuh, with its template arguments."""
+        is_fp16 = int(self.problem.dtype_of("p") == "float16")
+        return f"tl_attention_{name}<{is_fp16}, {str(self.problem.is_sloped).lower()}, {self.config.block_M // 2}>"
+
+    @property
     def has_two_P(self) -> bool:
         """True if dV and dS' need different P': with a slope of scores in a pass that makes dk and dv."""
         return self.problem.is_sloped and self.makes_dk and self.makes_dv
@@ -75,10 +85,6 @@ class KeyPass:
     def frees_V_early(self) -> bool:
         """True if the tile of V is free after the last product, as dV does not leave through it."""
         return self.config.has_dv_tile(self.problem) or self.problem.is_fp32
-
-    @property
-    def reads_delta_ahead(self) -> bool:
-        return self.config.order in ("early-dK", "apart")
 
     @property
     def prefetches_lse(self) -> bool:

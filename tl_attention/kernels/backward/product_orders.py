@@ -30,7 +30,7 @@ def step_body_of(key_pass: KeyPass) -> Callable[..., None]:
             "late-sums": dq_added_late,
             "early-dK": early_dk,
             "separate-dS": separate_dS,
-            "apart": scores_first_dq_apart if scores_first else dq_apart,
+            "apart": dq_apart if config.reuse_registers else dq_apart_own_registers,
         }[config.order]
     if not key_pass.makes_dk:
         return dv_by_block if key_pass.by_block else dv_alone
@@ -91,14 +91,13 @@ def dq_added_late(step, i, begin):
 
 @T.macro
 def early_dk(step, i, begin):
-    """Order "early-dK": dK is issued before dS' is shared, and Delta is read ahead."""
+    """Order "early-dK": dK is issued before dS' is shared."""
     smem = step.smem
     step.finish_scores(i, begin)
     step.dq.start(i)
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.read_delta(i)
     step.all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
@@ -142,7 +141,6 @@ def dq_apart(step, i, begin):
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.read_delta(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
     smem.dO.release(i)
     step.compute_dS(i)
@@ -153,22 +151,20 @@ def dq_apart(step, i, begin):
 
 
 @T.macro
-def scores_first_dq_apart(step, i, begin):
-    """Order "apart" where a step issues its own S', see scores_come_first()."""
+def dq_apart_own_registers(step, i, begin):
+    """Order "apart" with each tile in its own registers: dP' beside the exponentials, dV beside dS'."""
     smem = step.smem
-    smem.Q.wait(i)
-    step.start_scores(i, step.blocks.head)
     step.finish_scores(i, begin)
-    step.exponentiate(i)
     step.start_dp(i)
+    step.exponentiate(i)
+    T.wait_wgmma(0)  # dP'
     step.start_dv(i)
-    step.read_delta(i)
-    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    smem.dO.release(i)
     step.compute_dS(i)
     step.start_dk(i)
     step.share_dS(i)
-    step.add_learned()
+    step.start_next_scores(i)
+    step.all_but("dK", "S")  # dV
+    smem.dO.release(i)
     step.advance()
 
 

@@ -98,6 +98,8 @@ class KeyStep:
         self.P_for_dv = (
             T.alloc_fragment(tile_shape, problem.dtype_of("p")) if key_pass.separates_P else self.P
         )
+        # What rounding to P cuts off
+        self.rest = T.alloc_local([config.block_M // 8], "uint32") if key_pass.keeps_rest else None
         self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
         # dS' [keys, queries]
         self.dS = self.P if key_pass.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
@@ -117,7 +119,6 @@ class KeyStep:
         self.before = StepBefore(config, counted=config.is_dynamic and key_pass.shares_dS, name="before")
         sends_dS = key_pass.shares_dS and problem.sends_dS
         self.bias_gradient = BiasGradient(sends_dS, self.scores.traced, launch.smem.dS, w, key, name="dbias")
-        self.delta = T.alloc_fragment([block_M], "float32") if key_pass.reads_delta_ahead else None
         # Where this thread writes dS'
         self.dS_address = T.alloc_var("int32", init=launch.smem.dS.address(w)) if config.order else None
         self.dq = DqBefore(key_pass, w, acc_dq, last_dq, self.before, self.bias_gradient, first, launch)
@@ -244,6 +245,9 @@ class KeyStep:
                 T.copy(self.acc_s, self.P_for_dv)
             if reuse and (key_pass.separates_P or not key_pass.makes_dv):
                 T.copy(self.acc_s, self.P)
+            if key_pass.keeps_rest:
+                keep = key_pass.function_of_rest("keep_rest")
+                T.evaluate(T.call_extern("handle", keep, self.acc_s.data, self.rest.data))
         if key_pass.makes_dv:
             for n in indices(self.P_terms):
                 self.dropout.drop(self.P_terms[n])
@@ -311,10 +315,6 @@ class KeyStep:
         fp32.multiply(self.products, self.dS_terms.__getitem__, self.smem.Q.terms_of(step), self.dk_chunks[0])
 
     @T.inline
-    def read_delta(self, step):
-        self.smem.Q.read_row_values(step, 1, self.delta)
-
-    @T.inline
     def drop_dp(self):
         """Apply dropout to dP'."""
         self.dropout.drop(self.acc_dp)
@@ -324,14 +324,16 @@ class KeyStep:
     def compute_dS(self, step):
         """dS' = P' * (dP' - Delta), in 16 bits."""
         self.drop_dp()
-        softmax_backward(
-            self.P if self.config.reuse_registers else self.acc_s,
-            self.acc_dp,
-            lambda i, j: (
-                self.delta[j] if self.key_pass.reads_delta_ahead else self.smem.Q.row_value(step, 1, j)
-            ),
-            self.dS,
-        )
+        if self.key_pass.keeps_rest:
+            T.evaluate(
+                T.call_extern(
+                    *("handle", self.key_pass.function_of_rest("softmax_backward")),
+                    *(self.P.data, self.rest.data, self.acc_dp.data),
+                    *(T.address_of(self.smem.Q.row_value(step, 1, 0)), self.dS.data),
+                )
+            )
+        else:
+            softmax_backward(self.acc_s, self.acc_dp, lambda i, j: self.smem.Q.row_value(step, 1, j), self.dS)
         self.fetch_next(step)
 
     @T.inline

@@ -47,6 +47,7 @@ INSTANCES = {
     "draw": ["false, 128", "true, 128"],
     "drop_float": ["false, 128", "true, 128"],
     "drop_half": ["false, 128", "true, 128"],
+    "extended": ["0", "1"],
     "fetch": ["float, false, 64", "__nv_bfloat16, true, 64"],
     "fetch_bits": ["64", "128"],
     "fetch_shared": ["float, false, 64", "__nv_bfloat16, true, 64"],
@@ -54,6 +55,7 @@ INSTANCES = {
     "floor_divide": ["int"],
     "items_per_head": ["128"],
     "keep_diagonals": ["96"],
+    "keep_rest": ["0, false, 64", "1, true, 32"],
     "locate": ["128, 2"],
     "make_first_parts": ["128, 2, 2"],
     "make_parts": ["128, 2, 2"],
@@ -66,6 +68,7 @@ INSTANCES = {
     "round_dq": ["64, 2"],
     "round_packed_dq": ["64, 2"],
     "round_rows": ["64, 2"],
+    "softmax_backward": ["0, false, 64", "1, true, 32"],
     "split": ["128, 2, 2"],
     "split_tile": ["128, 2"],
     "store_fragment": ["64"],
@@ -76,6 +79,7 @@ INSTANCES = {
     "sum_diagonals": ["64"],
     "sum_pairs": ["64"],
     "wait_for_parts": ["128"],
+    "with_rest": ["0, false", "1, true"],
 }  # fmt: skip
 FUNCTION = r"^(template <[^\n]*?>\s+)?(?:static __device__ __forceinline__|TL_DEVICE)\s+[\w*]+\s+tl_attention_(\w+)\("
 # add_tile of diagonals.cuh has other arguments. Overloads have no address of their own

@@ -123,7 +123,7 @@ BWD_FAULTS = [
     (D64, passes("dq+dk+dv 64x128 reuse late"), "order: expected one of '', 'late-sums', 'early-dK', 'separate-dS', 'apart' where dq is"),
     (D64, passes("dk+dv 64x128 reuse late-sums", "dq 128x64"), "order: expected one of '' where no dq is summed, got 'late-sums'"),
     (D128, passes("dq+dk+dv 64x128 reuse apart"), "order: expected another than 'apart' with the schedule grid, got 'apart'"),
-    (D64, passes("dq+dk+dv 64x128 reuse apart stream-K"), "reuse_registers: expected False where dq is summed, but for"),
+    (D64, passes("dq+dk+dv 64x128 reuse apart stream-K"), "reuse_registers: expected False in the order apart of d64, got True"),
     (replace(D128, options=("softcap",)), passes("dq+dk+dv 64x128 reuse apart dynamic-late"), "order: expected another than 'apart' with"),
     (
         replace(D128, options=("window", "placed")), passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
@@ -230,7 +230,8 @@ def test_tuned_table_is_sorted_legal_and_one_row_per_line(path):
         for key, row in table.get(direction, {}).items():
             problem, bucket = by_key[key]
             configs.config_of_row(problem, row, direction, bucket)
-            assert row["tflops"] > 0 and row["shapes"]
+            # A config that was set by hand has no times
+            assert set(row) == {"config"} or (row["tflops"] > 0 and row["shapes"])
 
 
 @pytest.fixture

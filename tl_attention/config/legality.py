@@ -399,7 +399,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
     reuses = not (bwd_pass.dq_apart and problem.width == "d64")
     if shares_dq and bwd_pass.reuse_registers != reuses:
-        where = "where dq is summed, but for the order apart of d64"
+        where = (
+            "where dq is summed, but for the order apart of d64" if reuses else "in the order apart of d64"
+        )
         return f"reuse_registers: expected {reuses} {where}, got {bwd_pass.reuse_registers}"
     orders = DQ_ORDERS if shares_dq else ("",)
     if bwd_pass.order not in orders:

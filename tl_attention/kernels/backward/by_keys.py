@@ -347,7 +347,7 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     code = prelude(problem, roles) or ""
     if problem.has_bits and config.makes_all:
         code += source("prefetch_bits")
-    if config.reuse_registers and "dk" in config.makes and not problem.is_fp32:
+    if KeyPass(problem, config).keeps_rest:
         code += source("rest")
     if config.order:
         code += source("fragments")

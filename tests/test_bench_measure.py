@@ -295,7 +295,10 @@ def test_bench_untuned_shapes_are_not_those_of_the_tuner() -> None:
     for path in configs.data_dir().glob("tuned/*.json"):
         table = configs.read_tuned(path)
         tuned |= {
-            Shape.parse(text) for name in DIRECTIONS for row in table[name].values() for text in row.get("shapes", ())
+            Shape.parse(text)
+            for name in DIRECTIONS
+            for row in table[name].values()
+            for text in row.get("shapes", ())
         }
     lengths = {(shape.seqlen_q, shape.seqlen_k) for shape in tuned}
     assert not {(shape.seqlen_q, shape.seqlen_k) for shape in untuned} & lengths

@@ -1,6 +1,6 @@
 """Packs of kernels on a GPU: python benchmarks/pack.py check|time
 
-check   Twenty problems of all kinds with a pack, in a process that cannot import TileLang, and with kernels compiled here, in
+check   Forty problems of all kinds with a pack, in a process that cannot import TileLang, and with kernels compiled here, in
         another. Prints per problem whether all bits are equal. Builds both the pack and the kernels first, of these problems alone,
         or takes an installed pack (--installed). Status 1 if one differs.
 time    Import to result of a fresh process with the installed pack and an empty cache: a forward, and a forward with backward.
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 BLOCKED = "tilelang"  # None in sys.modules: not installed
 BEGIN = time.monotonic()
 
-# Name -> keywords of dense() or decode(); one per kind of kernel and launch
+# Name -> a function below and its keywords; one per kind of kernel and launch
 PROBLEMS: dict[str, tuple[str, dict]] = {
     "d64 full": ("dense", {"head_dim": 64}),
     "d128 causal": ("dense", {"head_dim": 128, "causal": True}),
@@ -45,10 +45,30 @@ PROBLEMS: dict[str, tuple[str, dict]] = {
     "d128 dropout": ("dense", {"head_dim": 128, "causal": True, "dropout_p": 0.25}),
     "d128 varlen": ("packed", {"head_dim": 128}),
     "d64 varlen fp16": ("packed", {"head_dim": 64, "dtype": torch.float16}),
+    "d32 full": ("dense", {"head_dim": 32}),
+    "d80 causal": ("dense", {"head_dim": 80, "causal": True}),
+    "d96-64 causal": ("dense", {"head_dim": 96, "head_dim_v": 64, "causal": True}),
+    "d160 full": ("dense", {"head_dim": 160}),
+    "d192 causal": ("dense", {"head_dim": 192, "causal": True}),
+    "d256 full fp16": ("dense", {"head_dim": 256, "dtype": torch.float16}),
+    "d64 64 queries, 800 keys": ("dense", {"head_dim": 64, "seqlen": 64, "seqlen_k": 800, "causal": True}),
+    "d128 GQA deterministic": ("dense", {"head_dim": 128, "heads_kv": 2, "deterministic": True}),
+    "d64 window deterministic": ("dense", {"head_dim": 64, "window_size": (200, 100), "deterministic": True}),
+    "d256 window, softcap": ("dense", {"head_dim": 256, "causal": True, "window_size": (256, 0), "softcap": 20.0}),
+    "d64 window, sink": ("dense", {"head_dim": 64, "causal": True, "window_size": (128, 0), "sink": True}),
+    "d64 fp32": ("dense", {"head_dim": 64, "causal": True, "dtype": torch.float32, "seqlen": 600}),
+    "d128 fp32": ("dense", {"head_dim": 128, "dtype": torch.float32, "seqlen": 600}),
+    "d128 varlen window": ("packed", {"head_dim": 128, "window_size": (256, 0)}),
+    "d192 varlen": ("packed", {"head_dim": 192}),
+    "d256 varlen": ("packed", {"head_dim": 256}),
+    "d64 varlen dropout": ("packed", {"head_dim": 64, "dropout_p": 0.25}),
     "decode": ("decode", {}),
     "decode of several queries": ("decode", {"queries": 4, "heads": 64}),
     "decode of pages": ("decode", {"page": 64}),
     "decode with append": ("decode", {"page": 16, "append": True}),
+    "decode of 16 queries": ("decode", {"queries": 16, "heads": 8}),
+    "decode with a window": ("decode", {"window_size": (500, 0)}),
+    "decode with softcap": ("decode", {"softcap": 30.0}),
 }  # fmt: skip
 
 
@@ -91,22 +111,26 @@ def dense(
     return [out, *(gradients(out, *inputs) if grad else ())]
 
 
-def packed(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+def packed(head_dim: int, dtype: torch.dtype = torch.bfloat16, **options) -> list[torch.Tensor]:
     """Out and gradients of flash_attn_varlen_func."""
     from tl_attention import flash_attn_varlen_func
 
     ends = torch.tensor([0, 1, 700, 2000, 4096], dtype=torch.int32, device="cuda")
     inputs = [random(seed, 4096, 8, head_dim, dtype=dtype).requires_grad_() for seed in (1, 2, 3)]
-    out = flash_attn_varlen_func(*inputs, ends, ends, 2096, 2096, causal=True)
+    if options.get("dropout_p"):
+        options["rng_state"] = torch.tensor([5, 6], device="cuda")
+    out = flash_attn_varlen_func(*inputs, ends, ends, 2096, 2096, causal=True, **options)
     return [out, *gradients(out, *inputs)]
 
 
-def decode(queries: int = 1, heads: int = 32, page: int = 0, append: bool = False) -> list[torch.Tensor]:
+def decode(
+    queries: int = 1, heads: int = 32, page: int = 0, append: bool = False, **options
+) -> list[torch.Tensor]:
     """Out of flash_attn_with_kvcache, with append also the caches."""
     from tl_attention import flash_attn_with_kvcache
 
     lengths = torch.tensor([5, 1000, 2000, 3000], dtype=torch.int32, device="cuda")
-    options = {"cache_seqlens": lengths, "causal": True}
+    options |= {"cache_seqlens": lengths, "causal": True}
     sizes = (4, 4096) if not page else (4 * 4096 // page, page)
     k_cache, v_cache = (random(seed, *sizes, 8, 128) for seed in (2, 3))
     if page:

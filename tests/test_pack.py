@@ -592,4 +592,4 @@ def test_pack_gives_the_bits_of_compiled_kernels(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/pack.py"), "check", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "20 of 20 problems have the bits" in done.stdout
+    assert "40 of 40 problems have the bits" in done.stdout

@@ -1,6 +1,7 @@
 """Kernels with options on a Hopper GPU, compared with the reference by the error rule, and their configs on any machine.
 
-Unused rows of packed inputs hold NaN. Outputs start as NaN, and unused rows must stay NaN, except in a forward with split keys.
+Unused rows of packed inputs hold NaN, and outputs start as NaN. Rows behind the last sequence must become 0, or -inf in the
+log-sum-exp; unused rows of sequences must stay NaN, except in a forward with split keys.
 """
 
 from __future__ import annotations
@@ -173,12 +174,13 @@ class Case:
     def fill_unused(
         self, x: torch.Tensor, of_keys: bool, value: float, heads_first: bool = False, untouched: bool = True
     ) -> torch.Tensor:
-        """An output with `value` in its unused rows; if they must be untouched, they must hold NaN before."""
+        """An output with `value` in its unused rows. Those behind the last sequence must have it already, the others be untouched."""
         if not self.varlen:
             return x
         rows = x.mT if heads_first else x
-        unused = ~self.used(of_keys)
-        assert not untouched or rows[unused].isnan().all(), "unused rows were written"
+        unused, end = ~self.used(of_keys), sum(self.lengths_k if of_keys else self.lengths_q)
+        assert (rows[end:] == value).all(), "rows behind the last sequence were not cleared"
+        assert not untouched or rows[:end][unused[:end]].isnan().all(), "unused rows were written"
         rows = rows.clone()
         rows[unused] = value
         return rows.mT if heads_first else rows
@@ -455,18 +457,18 @@ def test_tile_table_is_sorted_by_length():
     lengths = (100, 5000, 129, 0, 3000)
     cu_seqlens = starts(lengths)
     options = Options(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=5000, max_seqlen_k=5000)
-    kernel = building.compile_kernel(
-        *configs.option_config(AttnProblem("bfloat16", 64, 64, True, ("varlen",)), "4k").kernels(
-            AttnProblem("bfloat16", 64, 64, True, ("varlen",))
-        )[-1]
-    )
+    problem = AttnProblem("bfloat16", 64, 64, True, ("varlen",))
+    kernel = building.compile_kernel(*configs.option_config(problem, "4k").kernels(problem)[-1])
     total = sum(lengths)
     out, lse = torch.empty(total, 8, device="cuda"), torch.empty(1, total, device="cuda")
-    tiles = launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0)
-    tiles.clear_behind([(1, total, 32)] * 3, 8)
+    of_forward, of_backward = (
+        launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0) for _ in range(2)
+    )
+    of_forward.clear_behind([(1, total, 32)], 8)
+    of_backward.clear_behind([(1, total, 32)] * 3, 8)
     ends = cu_seqlens.tolist()
-    queries = tiles.table(options, 128, out, lse)
-    queries_too, keys = tiles.tables(options, 128, out, out, out)
+    queries = of_forward.table(options, 128, out, lse)
+    queries_too, keys = of_backward.tables(options, 128, out, out, out)
     for of_keys, table in ((False, queries), (False, queries_too), (True, keys)):
         rows = [row for row in table.tolist() if row[1] >= 0]
         blocks = [-(-n // 128) if of_keys else max(-(-n // 128), 1) for n in lengths]

@@ -305,7 +305,7 @@ def losing_rows(rows: list[Row], why: Mapping[str, str]) -> str:
         return ""
     header = ["name", "problem", "our speed over the fastest", "fastest", "reason"]
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
-    table = markdown_table(header, ordered, text_last=True)
+    table = markdown_table(header, ordered, texts=1)
     return _folded(f"{len(lines)} problems in which a library is faster", table)
 
 

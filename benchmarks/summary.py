@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -134,27 +135,30 @@ def _mean_and_least(ratios: Sequence[float]) -> str:
 
 
 def lost_rows(runs: Mapping[Key, Sequence[Row]], notes: Mapping[str, Any]) -> str:
-    """Every row in which a library is faster, but those of decodes, whose table shows them."""
-    lines = []
+    """Every row in which a library is faster, a line per race and reason, but those of decodes, whose table shows them."""
+    lost: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for (direction, set_name), rows in runs.items():
         if direction == DECODE:
             continue
-        stem = row_files.file_name(direction, set_name).removesuffix(".jsonl")
+        reasons = notes.get(row_files.file_name(direction, set_name).removesuffix(".jsonl"), {})
         for group in by_problem(rows).values():
             ours = group.get(OURS)
             ratios = peer_ratios(ours) if ours and ours["status"] == "ok" else {}
             peer = min(ratios, key=ratios.__getitem__, default=None)
             if peer and ratios[peer] < 1:
-                why = notes.get(stem, {}).get(ours["shape"], NOT_ANALYSED)
-                cells = [
-                    heading(direction, set_name),
-                    ours["shape"],
-                    describe(ours) + row_kernels.mark(ours),
-                    f"{ratios[peer]:.2f}",
-                    group[peer]["title"],
-                    why,
-                ]
-                lines.append((ratios[peer], cells))
-    header = ["race", "name", "problem", "ours over it", "fastest", "reason"]
-    ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
-    return markdown_table(header, ordered, text_last=True) if lines else ""
+                problem = (
+                    f"{describe(ours)}{row_kernels.mark(ours)} {ratios[peer]:.2f} {group[peer]['title']}"
+                )
+                why = heading(direction, set_name), reason_of(ours["shape"], reasons)
+                lost.setdefault(why, []).append((ratios[peer], problem))
+    lines = sorted((sorted(problems), *why) for why, problems in lost.items())
+    cells = [[race, "; ".join(text for _, text in problems), reason] for problems, race, reason in lines]
+    header = ["race", "problem, ours over the fastest library", "reason"]
+    return markdown_table(header, cells, texts=2) if lines else ""
+
+
+def reason_of(shape: str, reasons: Mapping[str, str]) -> str:
+    """Why a library is faster on a shape. "as NAME" alone stands for the reason of another shape of the race."""
+    reason = reasons.get(shape, NOT_ANALYSED)
+    other = re.fullmatch(r"as ([\w-]+)", reason)
+    return reason_of(other[1], reasons) if other else reason

@@ -289,9 +289,7 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def markdown_table(header: list[str], lines: Iterable[list[str]], *, text_last: bool = False) -> str:
-    """The first column left-aligned, and with text_last the last; the others right-aligned."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    if text_last:
-        rule[-1] = "---"
+def markdown_table(header: list[str], lines: Iterable[list[str]], *, texts: int = 0) -> str:
+    """The first column and the last `texts` ones left-aligned, the others right-aligned."""
+    rule = ["---", *["---:"] * (len(header) - 1 - texts), *["---"] * texts]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytest.importorskip("rich", reason="the benchmark needs rich")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fwd_bwd
 import library
+import options
 from libraries import cudnn, fa3, naive
 from providers import PROVIDERS
 
@@ -64,6 +66,25 @@ def test_bench_deterministic_backwards_that_are_absent() -> None:
     for module in (cudnn, fa3):
         with pytest.raises(library.Unsupported, match="no deterministic mode"):
             module.backward(Shape.parse(SHAPE), True)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("alibi", "no alibi"),
+        ("dropout=0.1", "no dropout"),
+        ("sink", "no sink"),
+        ("softcap=30", "without softcap"),
+    ],
+)
+def test_bench_options_that_a_build_of_fa3_lacks(
+    option: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), lambda q, k, v, causal: None)
+    monkeypatch.setitem(sys.modules, fa3.MODULE, SimpleNamespace(**functions))
+    shape = Shape.parse(f"{SHAPE},{option}")
+    with pytest.raises(library.Unsupported, match=words):
+        fa3.attend_with_options(shape, options.tensors(shape, torch.bfloat16, torch.device("cpu")))
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")

@@ -6,7 +6,8 @@ import inspect
 
 import library
 import torch
-from library import Provider, Ready, Result, Unsupported, out_and_lse, tried
+from library import Attend, Provider, Ready, Result, Unsupported, out_and_lse, tried
+from options import Tensors
 
 from libraries import flash_api
 from tl_attention.testing.environment import version
@@ -41,10 +42,21 @@ def backward(shape: Shape, deterministic: bool, *given: torch.Tensor) -> Ready:
     return tried(attend, *given)
 
 
+def attend_with_options(shape: Shape, needs: Tensors) -> Attend:
+    for name in ("alibi", "dropout", "sink"):
+        if getattr(shape.options, name):
+            raise Unsupported(f"no {name}")
+    function = library.import_function(MODULE, "flash_attn_func")
+    if shape.options.softcap and "softcap" not in inspect.signature(function).parameters:
+        raise Unsupported("built without softcap")
+    return flash_api.attend_with_options(MODULE, shape, needs)
+
+
 PROVIDER = Provider(
     {
         "fwd": forward,
         "bwd": backward,
+        "options": attend_with_options,
         "decode": flash_api.decode_with_kvcache(MODULE, "page_table"),
     },
     lambda _: f"flash-attn-3 {version('flash-attn-3')}",

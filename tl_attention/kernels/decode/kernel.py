@@ -356,7 +356,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         rows = smem.rows
         scores = Scores(problem, arguments.options, arguments.softmax_scale)
         raw_scale = T.max(T.abs(arguments.softmax_scale) * LOG2E, SMALLEST_SCALE)
-        softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2)
+        # growth 0: the largest weight of a row is 1, which P holds exactly
+        softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2, growth=0.0)
         segment = Segment(smem.segments)
         me = Consumer(w, segment, acc_s, P, acc_o, scores, softmax)
         sign = T.alloc_var("float32", init=1.0)

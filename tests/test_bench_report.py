@@ -294,11 +294,21 @@ def test_bench_summary_page_shows_means_lengths_and_every_lost_row() -> None:
     text = summary.section("H", "tables.md", runs, {"fwd": {SHORT: "memory"}}, PICTURES, with_grids=True)
     assert "| Forward | 1.50x (1.12) | 0.90x (0.90) | 1.01x | 1 of 2 |" in text
     assert "| Forward, H16 d128 full, 16k tokens | 137 (**0.90**) | 275 (1.12) |" in text
-    assert "| Forward | paper-d128-full-1k | B16 H16 S1024 d128 full | 0.90 | cudnn | memory |" in text
+    assert "| Forward | B16 H16 S1024 d128 full 0.90 cudnn | memory |" in text
     assert "No library is faster" not in text
     assert "\n\n![means]\n\n| race |" in text and "H\n\n![fwd]\n\nTFLOPS;" in text
     without = summary.section("H", "tables.md", {("fwd", "main"): ROWS[3:]}, {}, {}, with_grids=False)
     assert "No library is faster in any row." in without and "16k tokens" not in without
+
+
+def test_bench_lost_rows_of_one_reason_are_one_line() -> None:
+    ratios = {f"1,1,1,{n},{n},64,64,full": ratio for n, ratio in ((64, 0.9), (32, 0.8), (16, 0.95))}
+    rows = [ours(shape, 1.0, fa4=ratio) for shape, ratio in ratios.items()]
+    rows += [fake_row("fa4", shape, ratio) for shape, ratio in ratios.items()]
+    reasons = {rows[0]["shape"]: "memory", rows[1]["shape"]: "as long", "long": "memory"}
+    text = summary.lost_rows({("fwd", "main"): rows}, {"fwd": reasons})
+    assert "| Forward | B1 H1 S32 d64 full 0.80 fa4; B1 H1 S64 d64 full 0.90 fa4 | memory |" in text
+    assert "| Forward | B1 H1 S16 d64 full 0.95 fa4 | not analysed |" in text
 
 
 def test_bench_summary_page_shows_each_decode() -> None:

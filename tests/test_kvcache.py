@@ -20,7 +20,7 @@ from tl_attention.api import kvcache
 from tl_attention.compilation import building
 from tl_attention.reference import attention_reference
 from tl_attention.reference.kvcache import rotary_reference
-from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.numeric import check_fwd, mean_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -557,6 +557,30 @@ SIZE_ERRORS = {
 def test_workspace_bytes_errors(changes, error, text):
     with pytest.raises(error, match=text):
         kvcache_workspace_bytes(**SIZES | changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 0], ids=["whole", "split"])
+@pytest.mark.parametrize("spread", [1, 4])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_errors_of_decodes_are_those_of_rounded_weights(queries, spread, num_splits):
+    """Weights are rounded relative to the largest one, which is 1 and so exact: it matters where few keys have most of the weight."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(4, rows, heads, 128, device="cuda", dtype=BF16, generator=generator)
+        for rows, heads in ((queries, 8), (2000, 2), (2000, 2))
+    )
+    q *= spread  # the standard deviation of scores
+    out = flash_attn_with_kvcache(q, k, v, num_splits=num_splits)
+    rows = (x.double().transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.repeat_interleave(8 // x.shape[1], 1) for x in rows)
+    scores = q @ k.mT / 128**0.5
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    exact, rounded = (
+        (x @ v / weights.sum(-1, keepdim=True)).transpose(1, 2) for x in (weights, weights.to(BF16).double())
+    )
+    error, least = (mean_error(x.to(BF16).double(), exact) for x in (out, rounded))
+    assert error <= 1.05 * least, f"{error / least:.3f} times the error of rounded weights"
 
 
 @pytest.mark.gpu

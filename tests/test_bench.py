@@ -344,7 +344,7 @@ def test_bench_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture) -
         (["--shapes", "1,2,full"], "2 numbers"),
         (["--rounds", "0"], "at least 1"),
         (["--deterministic"], "expected --pass bwd or fwd_bwd"),
-        (["--shapes", "1,8,8,64,64,640,full"], "head dims: expected at most one of"),
+        (["--shapes", "1,8,8,64,64,640,full"], "head dims: expected at most those of one of"),
         (["--host", "--quick"], "--host: expected no --quick beside it"),
         (["--out", __file__], "--out: expected a folder, got the file"),
         (["--set", "flex", "--shapes", "1,8,8,64,64,64,full,function=half"], "a multiple of 128 queries"),

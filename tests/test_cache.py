@@ -76,12 +76,13 @@ def test_cache_clear_of_a_folder_that_is_not_there(capsys):
     assert run(capsys, "--clear")["kernels"] == 0
 
 
-@pytest.mark.parametrize("word, expected", [("500M", 500 * 10**6), ("2gb", 2 * 10**9), ("12", 12)])
+@pytest.mark.parametrize("word, expected", [("500M", 500 * 10**6), ("2gb", 2 * 10**9), ("1.5k", 1500)])
 def test_cache_size(word, expected):
     assert cache.size(word) == expected
 
 
-def test_cache_refuses_other_sizes(capsys):
+@pytest.mark.parametrize("word", ["much", "2"])
+def test_cache_refuses_other_sizes(word, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["cache", "--limit", "much"])
-    assert "expected a size such as 500M or 2GB, got 'much'" in capsys.readouterr().err
+        cli.main(["cache", "--limit", word])
+    assert f"expected a size with a unit, such as 500M or 2GB, got '{word}'" in capsys.readouterr().err

@@ -496,7 +496,7 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
             "bucket: expected a bucket or seqlen_k, .* got 1k and seqlen_k=9000",
         ),
         (["bf16", "causal"], "head dims: expected a word such as d128"),
-        (["d320"], "head dims: expected at most one of d64, .*d256 for fwd, got d320"),
+        (["d320"], "head dims: expected at most those of one of the kernels of fwd, d64, .*d256, got d320"),
         (
             ["d128", "split", "--pass", "bwd"],
             "bucket: expected one of 1k, 4k, long, tile, tile192, 1k-shared, 4k-shared, long-shared for bwd, got split",

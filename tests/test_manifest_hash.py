@@ -60,7 +60,7 @@ FAULTS = {
         r"( +T\.wait_wgmma\(len\(products\)\).*\n)( +smem\.K\.release\(.*\n)", r"\2\1", FORWARD
     ),
     "forward: the turn is passed on before P V is issued": Edit(
-        r"( +output\.start\(.* - 1\)\n)( +turns\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(STREAM_K,)
+        r"( +output\.start\(.* - 1\)\n)( +ping_pong\.pass_on\(w\)\n)", r"\2\1", FORWARD, same=(STREAM_K,)
     ),
     "forward: V of another slot": Edit(
         r"(output\.start\(P_terms, smem\.V, .*) - 1\)", r"\1)", FORWARD
@@ -80,7 +80,7 @@ FAULTS = {
         r"(self\.multiply\(step) \+ 1,", r"\1,", BACKWARD, same=(APART, KEYS_ALONE)
     ),
     "backward: dO is released before dV is complete": Edit(
-        r"(?s)(def dq_apart_own_registers\(.*?)( +step\.all_but\(\"dK\", \"S\"\)[^\n]*\n)( +smem\.dO\.release\(i\)\n)",
+        r"(?s)(def dq_apart_own_registers\(.*?)( +step\.wait_all_but\(\"dK\", \"S\"\)[^\n]*\n)( +smem\.dO\.release\(i\)\n)",
         r"\1\3\2",
         BACKWARD,
         same=(WITH_DQ, KEYS_ALONE),
@@ -106,7 +106,7 @@ REFACTORINGS = {
         FORWARD,
     ),
     "forward: helpers in another order": Edit(
-        r"( +turns = Turns\(.*\n)( +first_row = functools.*\n)", r"\2\1", FORWARD
+        r"( +ping_pong = PingPong\(.*\n)( +first_row = functools.*\n)", r"\2\1", FORWARD
     ),
     "backward: another name": Edit(r"\bdS_address\b", "thread_address", BACKWARD),
     "backward: a bound value": Edit(

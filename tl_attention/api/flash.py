@@ -16,7 +16,7 @@ Args:
     softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
     alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|. Not differentiable.
     learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no value. It is neither scaled nor capped,
-        and counts in softmax_lse. Differentiable.
+        and counts in softmax_lse. Differentiable where q is.
     dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at least 1/256 if > 0, at most 255/256. Kept
         weights are divided by 1 - dropout_p. softmax_lse is computed before dropout. torch.no_grad() does not turn it off: pass 0 in
         evaluation.

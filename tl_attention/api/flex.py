@@ -75,8 +75,8 @@ def flex_attention(
         deterministic: bitwise equal gradients from run to run; torch.use_deterministic_algorithms(True) sets it, too. Gradients of
             captured tensors are then exact sums, whose workspace takes 128 bytes per element.
         precision: of products of fp32 tensors, "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only with fp32
-            tensors; docs/numerics.md has measured errors. Gradients of head dims above 128 need "medium", but for functions that are
-            options.
+            tensors; docs/numerics.md has measured errors. Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula
+            computes them, slower.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no

@@ -195,7 +195,7 @@ def expect_scale(name: str, scale: float | None) -> None:
     if not is_number or scale != scale or scale in (math.inf, -math.inf):
         cast = "" if is_number else f"; pass float({name})"
         if isinstance(scale, bool):
-            cast = "; pass a causal flag by keyword"
+            cast = "; a causal flag is passed by keyword: causal=True, in mha_fwd_interface is_causal=True"
         elif isinstance(scale, torch.Tensor):
             cast = f"; multiply it into q, as float({name}) drops its gradient and waits for the GPU, and pass 1.0"
         raise ValueError(

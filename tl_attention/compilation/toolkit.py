@@ -58,6 +58,12 @@ def find_nvcc() -> tuple[Path, str] | None:
     return nvcc, "pip package nvidia-cuda-nvcc" if "site-packages" in nvcc.parts else "usual folder"
 
 
+def find_cplusplus() -> str | None:
+    """The C++ compiler that TileLang and nvcc run; None if there is none."""
+    named = os.environ.get("CXX") or os.environ.get("CC")
+    return named or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
 def tilelang_libraries() -> Iterator[Path]:
     """Large files that an import of TileLang maps."""
     for package, names in (("tilelang", ("tvm_compiler", "tilelang", "tvm_runtime")), ("z3", ("z3",))):

@@ -250,12 +250,12 @@ class BwdPass:
     def __str__(self) -> str:
         words = [f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"]
         words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
-        words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
+        words += [self.schedule] * self.is_persistent + ["one-tile"] * self.one_tile
         words += [f"terms{self.term_stages}"] * self.makes_terms
         return " ".join(words + ["rounds-dq"] * self.rounds_dq + ["one-sum"] * self.one_sum)
 
     @property
-    def is_dynamic(self) -> bool:
+    def is_persistent(self) -> bool:
         """True if a CTA computes several tiles."""
         return self.schedule != "grid"
 
@@ -288,7 +288,7 @@ class BwdPass:
         # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, tiles of dQ or values per diagonal
         others = problem.has("dropout") or problem.has_diagonals or self.one_tile or self.dq_apart
         fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not others)
-        return self.is_dynamic and problem.head_dim_v > 64 and fits and not problem.is_fp32
+        return self.is_persistent and problem.head_dim_v > 64 and fits and not problem.is_fp32
 
 
 @dataclass(frozen=True)

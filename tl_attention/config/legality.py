@@ -135,7 +135,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         whole_swizzle = problem.head_dim % 64 == 0 or bwd_pass.makes_all
         alignment = TILE_ALIGNMENT if whole_swizzle else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
-    if bwd_pass.is_dynamic:
+    if bwd_pass.is_persistent:
         if not problem.is_fp32:  # dK, and maybe dV, leave while the next keys come
             elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
         is_large = bwd_pass.is_ordered or bwd_pass.has_five_counts(problem)

@@ -242,9 +242,9 @@ def key_head_group(
         long_tiles: see BwdSizes.long_tiles().
     """
     key_bytes, groups = q_bytes * heads_per_kv, costs.groups
-    if bwd_pass.is_dynamic and long_tiles is None and blocks <= groups.short_tiles:
+    if bwd_pass.is_persistent and long_tiles is None and blocks <= groups.short_tiles:
         return head_group(heads, 1, key_bytes, blocks, groups.short_bytes, groups.short_fill * costs.sms)
-    if bwd_pass.is_dynamic and long_tiles is not None and key_bytes > groups.bytes:
+    if bwd_pass.is_persistent and long_tiles is not None and key_bytes > groups.bytes:
         return head_group(heads, 1, key_bytes, long_tiles, groups.bytes, groups.packed_fill * costs.sms)
     # Bytes of one query head: the CTAs of a key head go through its query heads side by side
     return head_group(heads, 1, q_bytes, long_tiles or blocks, groups.bytes, groups.tiles * costs.sms)
@@ -322,7 +322,7 @@ class KeyBuffers:
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.sharers
         self.tiles = n_blocks * heads
-        ctas = min(self.tiles, sizes.costs.sms if config.is_dynamic else MAX_GRID)
+        ctas = min(self.tiles, sizes.costs.sms if config.is_persistent else MAX_GRID)
         tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.costs
         q_bytes = sizes.seqlen_q * self.row_bytes
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
@@ -438,7 +438,7 @@ class KeyPass:
         self.buffers, self.partial = KeyBuffers(config, problem, sizes), problem.has("partial")
         buffers = self.buffers
         sharers = buffers.sharers
-        self.dynamic, self.ordered, self.device = config.is_dynamic, config.is_ordered, sizes.device
+        self.persistent, self.ordered, self.device = config.is_persistent, config.is_ordered, sizes.device
         counts = n_blocks, group_heads, ctas = buffers.counts
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_dk, self.sum_dv = kernels.sum_qk, kernels.sum_qk, kernels.sum_v
@@ -485,7 +485,7 @@ class KeyPass:
             options = *options[:-1], tables.keys
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
-        tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
+        tickets = (stream_tickets(self.device, True),) if self.persistent else ()
         # With `partial` dk and dv are sums of partials: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
         sums = dq if buffers.writes_dq else dq_sum, *stored, dk_partials, dv_partials

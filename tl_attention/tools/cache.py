@@ -45,10 +45,10 @@ class StoredKernel:
 
 
 def size(word: str) -> int:
-    """Bytes of a size such as 500M or 2GB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", word.upper())
+    """Bytes of a size with a unit, such as 500M or 2GB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])B?", word.upper())
     if not found:
-        raise argparse.ArgumentTypeError(f"expected a size such as 500M or 2GB, got {word!r}")
+        raise argparse.ArgumentTypeError(f"expected a size with a unit, such as 500M or 2GB, got {word!r}")
     return int(float(found[1]) * UNITS[found[2]])
 
 

@@ -164,6 +164,13 @@ def _check_nvcc() -> tuple[bool, str]:
     return True, text
 
 
+def _check_compiler() -> tuple[bool, str]:
+    from tl_attention.compilation import toolkit
+
+    found = toolkit.find_cplusplus()
+    return bool(found), found or "not found; nvcc needs it: install g++ or set CXX"
+
+
 def _check_cuobjdump() -> tuple[bool, str]:
     from tl_attention.compilation import toolkit
 
@@ -206,6 +213,7 @@ CHECKS = (  # (needed, or a function that says so; name; check)
     (False, "pack", _check_pack),
     (_compiles, "tilelang", _check_tilelang),
     (_compiles, "nvcc", _check_nvcc),
+    (_compiles, "c++", _check_compiler),
     (False, "cuobjdump", _check_cuobjdump),
     (True, "cache", _check_cache),
     (False, "tuned table", _check_table),

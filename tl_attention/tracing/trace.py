@@ -403,8 +403,8 @@ def _converted(builder: Builder, function: _Function, graph: GraphModule, argume
         if "_local_scalar_dense" in str(error):
             raise _refusal(function, RuntimeError("item()")) from None
         raise NotImplementedError(
-            f"{function.name}{function.place}: expected pointwise operations on scalars, got {error}; supported are {SUPPORTED}."
-            " Compute anything else before the call, as a tensor to index"
+            f"{function.name}{function.place}: expected pointwise operations on scalars, got {error}; supported are {SUPPORTED}, and"
+            " what torch makes of these (docs/flex.md has a table). Compute anything else before the call, as a tensor to index"
         ) from None
     except (TypeError, ValueError) as error:
         raise type(error)(f"{function.name}{function.place}: {error}") from None

@@ -134,7 +134,9 @@ def parse(words: Sequence[str]) -> Question:
             question.sizes[name] = int(value)
         else:
             if like := _close_word(word):
-                raise ValueError(f"WORD: expected one of --help, got {word!r}; did you mean {like}?")
+                raise ValueError(
+                    f"WORD: expected a word that --help lists, got {word!r}; did you mean {like}?"
+                )
             raise ValueError(f"WORD: expected {accepted_words()}; got {word!r}")
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
@@ -312,8 +314,8 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
         return
     if "page_size" in question.sizes:
         raise ValueError(
-            f"page_size: expected none for {direction}, as it chooses a config of decode alone, got"
-            f" page_size={question.sizes['page_size']}"
+            f"page_size: expected none for {direction}, got page_size={question.sizes['page_size']}; a forward of packed sequences over"
+            " pages has the config of the same forward without pages: pass varlen"
         )
     problem = _problem(question, direction)
     answers: dict[tuple[Config, str], dict[str, tuple[str, ...]]] = {}  # -> misses by bucket
@@ -345,7 +347,12 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
     widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction, dtype)
     if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
         known, got = ", ".join(width_words(*width) for width in widths), width_words(head_dim, head_dim_v)
-        raise ValueError(f"head dims: expected at most one of {known} for {direction}, got {got}")
+        wide = (
+            "; PyTorch's formula computes it, slower (docs/numerics.md)" if dtype == "float32-highest" else ""
+        )
+        raise ValueError(
+            f"head dims: expected at most those of one of the kernels of {direction}, {known}, got {got}{wide}"
+        )
 
 
 def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu) -> Sequence[str]:

@@ -4,14 +4,14 @@ Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (F
 computed as S' = K Q': P' and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each consumer warpgroup owns 64 keys.
 The producer warp fills rings of Q and dO tiles by TMA. differentiate() has the algorithm, and product_orders.py the steps of its loop.
 
-dQ of a step takes dS' of all warpgroups, from shared memory. In the order apart a warpgroup without keys computes it, and TMA adds it to
+dQ of a step takes dS' of all warpgroups, from shared memory. With order "apart" a warpgroup without keys computes it, and TMA adds it to
 sums in global memory (dq_sinks/apart.py); else the consumers compute it in the next step, and add it from registers (dq_before.py).
 delta.py computes Lse_log2 and Delta first; sum.py converts dQ_sum to dQ at the end, or warps of the pass do (dq_sinks/round.py). In fp32
 each warpgroup adds dQ' = K' dS' of its keys to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored
 (dq_sinks/one_tile.py).
 
-A pass computes one or two of the gradients if registers do not hold dK and dV together, or if dQ must be reproducible and tiles do not add
-to it in a fixed order, as with the schedule ordered. Each pass computes S'.
+One pass makes all gradients where registers hold dK and dV together, and dQ may be added in any order or the schedule ordered fixes it.
+Else each of several passes makes one or two. Each pass computes S'.
 """
 
 import functools
@@ -69,7 +69,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
         Q: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
         K, V: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
-            fp32: as in split_tile.py in the first pass, which has dk; bf16 terms in the passes after it, as K_parts and V_parts.
+            fp32: as in split_tile.py in the first pass, which has dk; bf16 terms in the passes after it.
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
@@ -79,21 +79,23 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
             With the schedule stream-K as tiles.StreamKGradTiles has them.
         softmax_scale: fp32.
-        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts; parts: sharers of a tile.
+        heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas: int32, see KeyTileCounts; parts: CTAs that share a tile.
     The others are False in a kernel that lacks them:
         Tickets: int32 [2], zeros before and after the kernel. With every schedule but grid.
-        Turns: int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule ordered.
+        Turns: whose turn it is to add to dQ. int32, one per row block of dQ_sum, 0 before, see dq_sinks/order.py. Only with the schedule
+            ordered.
         whole: int32, of KeyTileCounts. Only with the schedule stream-K.
         dQ, Progress_dq, sum_slots: see sink.rounding_of. Only where the pass rounds dQ.
-        K_parts, V_parts: bf16 terms of fp32 K and V, [batch, seqlen_k, heads_kv, terms * width]. The first of several passes writes them.
+        K_parts, V_parts: bf16 terms, not partials, of fp32 K and V, [batch, seqlen_k, heads_kv, terms * width]. The first of several
+            passes writes them.
     Then the fields of
         options.OptionArguments: of options.
         input_terms.InputArguments: config.makes_terms.
-        traced_arguments.TracedArguments: of a program.
+        traced_arguments.TracedArguments: of a traced score_mod or mask_mod.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
-    dynamic = config.is_dynamic  # a CTA computes several tiles
+    persistent = config.is_persistent  # a CTA computes several tiles
     key_pass, varlen = KeyPass(problem, config), problem.has("varlen")
     consumers = WARPGROUP * config.warpgroups
     roles, rounds = pass_roles(problem, config), config.rounds(problem)
@@ -117,10 +119,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
         relative = key_pass.shares_dS and (varlen or config.dq_apart)
         mask = key_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
-        # In base 2. Without dQ from one lane, so in a uniform register; with dQ there are none to spare
+        # softmax_scale * log2(e). A scale of 0 is replaced, as -inf * 0 is NaN
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
-        if not key_pass.shares_dS:
+        if not key_pass.shares_dS:  # into a uniform register, of which passes with dQ have none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
         elements = Elements(scores, dropout, mask, scale_log2)
         # S', P', dP', dS', dK and dV in registers
@@ -140,20 +142,20 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         step.take_values()  # and clear dK and dV
 
-        # In the order apart of d128: P', then dP' beside dV, dS', dK beside the next S'. See product_orders.py
+        # Order "apart" at d128: compute P', issue dP' and dV, compute dS', issue dK and the next S'. See product_orders.py
         for i in T.serial(begin, first_step + blocks.steps):
             step_body(step, i, begin)
 
         step.finish(first_step + blocks.steps - 1)
         # Locate the tile again, so that its position takes no registers during the loop
-        if dynamic:
+        if persistent:
             smem.tile_box.read_tile(turn, tile)
             smem.tile_box.release(turn)
         else:
             tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
         key = tile.first_key + 64 * w
         store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
-        if dynamic and not key_pass.frees_V_early:
+        if persistent and not key_pass.frees_V_early:
             # dV leaves through the tile of V. The wait costs nothing, as the next keys arrive later
             wait_for_stores()
             smem.V.release(step.key_step)
@@ -163,7 +165,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         smem = launch.smem
         tile = key_tiles.KeyTile(tile_order, block_N, stream_k=config.is_stream_k)
         blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
-        if dynamic:
+        if persistent:
             fill_bias_columns(w, smem.bias_columns, consumers)
             call = tile, blocks, launch
             smem.tile_box.each_posted(
@@ -214,7 +216,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         )
         with T.Kernel(ctas, threads=roles.block, prelude=cuda_code(problem, config, roles)) as number:
             K_shared, V_shared = alloc_key_rings(problem, config)
-            # TileLang 0.1.15 names the tile of V after this variable
+            # Not to be renamed: TileLang 0.1.15 names the tile of V after this variable, and the hash of the kernel has the name
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             inputs = InputTerms.of(problem, fp32_inputs, (Q, dO), config.term_stages)
             dq_tensors, table = (dQ, dQ_sum, Progress_dq), options.Table if varlen else None
@@ -319,7 +321,7 @@ class KeyPassArguments:
             dV=rows_argument(problem, "dv", *of_keys, cols_dv),
             dK_partials=FragmentBlocks.argument(dk_blocks, problem.head_dim),
             dV_partials=FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
-            Tickets=T.Tensor([2], "int32") if config.is_dynamic else False,
+            Tickets=T.Tensor([2], "int32") if config.is_persistent else False,
             Turns=T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
             dQ=rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
             Progress_dq=T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
@@ -363,7 +365,7 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         packed = problem.has("varlen")
         loop = (ALL_BLOCKS, "round_packed_dq") if packed else (BLOCKS_WITH_ROWS, "round_dq")
         code += rounding_code(problem, *loop)
-    if config.is_dynamic and problem.has("varlen"):
+    if config.is_persistent and problem.has("varlen"):
         code += source("zero")
     if config.makes_terms:
         code += MAKE_TERMS
@@ -377,12 +379,12 @@ def further_warps(producer: KeyTileProducer, number: Any) -> dict[str, Any]:
     if producer.config.makes_terms:
         ctas = producer.counts.ctas
         make = functools.partial(producer.smem.inputs.make_share, number, ctas)
-        if not producer.dynamic:
+        if not producer.persistent:
             return {"assist": make, "assist_warps": MAKERS}
         return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
     dq = producer.smem.dq
     return {
-        "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
+        "assist": (lambda: producer.schedule(number)) if producer.persistent else None,
         "more": dq.further_warps(producer),
         "more_warps": dq.rounding.warps,
     }

@@ -28,7 +28,7 @@ class StepBefore:
 
     def __init__(self, config: BwdPass, counted: bool, name: str = "before"):
         self.counted = counted
-        self.row_block = T.alloc_var("int32", init=-1 if config.is_dynamic else 0)
+        self.row_block = T.alloc_var("int32", init=-1 if config.is_persistent else 0)
 
     def exists(self, step: Any, first: Any) -> Any:
         """True if `step` is not the `first` one."""
@@ -156,12 +156,12 @@ class DqBefore:
         T.wait_wgmma(0)
         self.bias_gradient.wait()
         smem.dS.release(step)
-        if config.is_dynamic:
+        if config.is_persistent:
             for other in tuple(range(config.warpgroups)):
                 smem.K.release(key_step(config, turn, other))
         smem.dq.add(self.w, self.last, self.before.row_block[0])
         smem.dq.announce(step)
-        if not config.is_dynamic:
+        if not config.is_persistent:
             sync_consumers(WARPGROUP * config.warpgroups)  # all warpgroups have read K
 
     @T.inline

@@ -20,7 +20,7 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 def key_step(config: BwdPass, turn: Any, w: int) -> Any:
     """Step of the K and V rings that holds the 64 keys of warpgroup w of a turn's tile."""
-    return turn * config.warpgroups + w if config.is_dynamic else w
+    return turn * config.warpgroups + w if config.is_persistent else w
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class KeyTileProducer:
     tickets: Any
 
     @property
-    def dynamic(self) -> bool:
-        return self.config.is_dynamic
+    def persistent(self) -> bool:
+        return self.config.is_persistent
 
     @property
     def late(self) -> bool:
@@ -73,7 +73,7 @@ class KeyTileProducer:
 
     def steps(self, first: Any, end: Any) -> Any:
         """Loop over steps. nvcc would unroll it by 4, for which a producer of several tiles has too few registers."""
-        if self.dynamic:
+        if self.persistent:
             return T.unroll(first, end, annotations={"pragma_unroll_factor": 1})
         return T.serial(first, end)
 
@@ -102,7 +102,7 @@ class KeyTileProducer:
         if self.config.makes_terms:
             for i in T.serial(self.counts.heads_per_kv):
                 smem.inputs.wait(tile.batch, tile.kv_head * self.counts.heads_per_kv + i)
-        if not self.dynamic:
+        if not self.persistent:
             self.load_k(turn, tile)
         for step in self.steps(first_step, first_step + blocks.steps):
             head, query = blocks.head, blocks.query
@@ -110,7 +110,7 @@ class KeyTileProducer:
             delta = tiles.delta(tile, head, query, block_M)
             row_values = (lse_log2, delta) if self.makes_dk else (lse_log2,)
             smem.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
-            if self.dynamic and not self.late:  # after Q, which has room earlier
+            if self.persistent and not self.late:  # after Q, which has room earlier
                 if step == first_step:
                     self.load_k(turn, tile)
             if self.makes_dk and not self.late:
@@ -134,7 +134,7 @@ class KeyTileProducer:
         """Load tile `number`, or the tiles that schedule() describes."""
         tile = self.tile()
         blocks = self.blocks(tile)
-        if self.dynamic:
+        if self.persistent:
             self.smem.tile_box.each_posted(
                 tile, blocks, lambda turn, first_step: self.load_posted(turn, first_step, tile, blocks)
             )

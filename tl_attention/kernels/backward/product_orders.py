@@ -1,7 +1,7 @@
 """Orders of a step of the backward by keys: each is a list of the products and waits of a step, from its S' to its last product.
 
 A prime is a transpose. At the beginning of a step its S' = K Q' is in flight, from the step before, unless the order begins with it.
-Products are issued, and run beside what follows until a wait. all_but("dV") waits until at most dV is in flight. Registers decide: dP'
+Products are issued, and run beside what follows until a wait. wait_all_but("dV") waits until at most dV is in flight. Registers decide: dP'
 takes those of S', and dS' those of P', or they have their own.
 
     step    parts of a step and their registers, see step.KeyStep
@@ -57,7 +57,7 @@ def dq_before_dS(step, i, begin):
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.all_but("dP", "dV")  # dQ of the step before
+    step.wait_all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
     smem.dO.release(i)
@@ -77,7 +77,7 @@ def dq_added_late(step, i, begin):
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.all_but("dP", "dV")  # dQ of the step before
+    step.wait_all_but("dP", "dV")  # dQ of the step before
     step.dq.free_dS(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
     smem.dO.release(i)
@@ -98,7 +98,7 @@ def early_dk(step, i, begin):
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.all_but("dP", "dV")  # dQ of the step before
+    step.wait_all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
     smem.dO.release(i)
@@ -118,9 +118,9 @@ def separate_dS(step, i, begin):
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.all_but("dP", "dV")  # dQ of the step before
+    step.wait_all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
-    step.all_but("dV")  # dP'
+    step.wait_all_but("dV")  # dP'
     if not step.key_pass.makes_dv:
         smem.dO.release(i)
     step.compute_dS(i)
@@ -128,7 +128,7 @@ def separate_dS(step, i, begin):
     step.start_dk(i)
     step.start_next_scores(i)
     if step.key_pass.makes_dv:
-        step.all_but("dK", "S")  # dV
+        step.wait_all_but("dK", "S")  # dV
         smem.dO.release(i)
     step.advance()
 
@@ -163,7 +163,7 @@ def dq_apart_own_registers(step, i, begin):
     step.start_dk(i)
     step.share_dS(i)
     step.start_next_scores(i)
-    step.all_but("dK", "S")  # dV
+    step.wait_all_but("dK", "S")  # dV
     smem.dO.release(i)
     step.advance()
 
@@ -199,7 +199,7 @@ def dk_and_dv(step, i, begin):
     step.compute_dS(i)
     step.start_dk(i)
     step.start_next_scores(i)
-    step.all_but("dK", "S")  # dV
+    step.wait_all_but("dK", "S")  # dV
     smem.dO.release(i)
     step.advance()
 
@@ -339,7 +339,7 @@ def fp32_one_sum_reusing(step, i, begin):
     step.exponentiate(i)
     step.start_dp(i)
     step.start_dv(i)
-    step.all_but("dV")  # dP'
+    step.wait_all_but("dV")  # dP'
     step.compute_fp32_dS(i)
     T.wait_wgmma(0)  # dV, whose P' gives its registers to dS'
     smem.dO.release(i)
@@ -370,7 +370,7 @@ def fp32_one_sum(step, i, begin):
     fp32.continue_jobs(products, jobs, sums, 0)
     step.start_next_scores(i)
     fp32.finish_jobs(products, jobs, sums, len(products))
-    step.all_but("dK", "S")  # dV
+    step.wait_all_but("dK", "S")  # dV
     smem.dO.release(i)
     step.advance()
 
@@ -381,7 +381,7 @@ def fp32_scores_first(step, i, begin):
     smem = step.smem
     smem.Q.wait(i)
     step.start_scores(i, step.blocks.head)
-    step.all_but("dK", "S")  # dV of the step before
+    step.wait_all_but("dK", "S")  # dV of the step before
     if i > begin:
         smem.dO.release(i - 1)
     step.finish_scores(i, begin)

@@ -29,7 +29,7 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     warpgroups, raw_fp32 = config.warpgroups, splits_keys(problem, config.makes)
     shares_dq = config.makes_all and not problem.is_fp32
     # Warps that read K: for dq all of them
-    readers = 4 * warpgroups if config.is_dynamic and shares_dq else 4
+    readers = 4 * warpgroups if config.is_persistent and shares_dq else 4
     if config.dq_apart:
         readers = 8  # those of the warpgroup that owns the keys, and those of dq
     chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
@@ -74,11 +74,14 @@ def alloc_smem_tiles(
 ) -> SmemTiles:
     """Allocate the remaining SmemTiles of a CTA. alloc_dq: makes the way of dQ, with its shared memory."""
     dtype_of, terms, warpgroups, block_M = problem.dtype_of, problem.terms, config.warpgroups, config.block_M
-    dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
+    persistent, consumer_warps = config.is_persistent, 4 * warpgroups
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
     q_shape = [config.num_stages, block_M, terms * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, terms * problem.head_dim_v]
-    dk_shape, has_dk = [64, problem.head_dim], dynamic and not problem.is_fp32  # fp32 leaves from registers
+    dk_shape, has_dk = (
+        [64, problem.head_dim],
+        persistent and not problem.is_fp32,
+    )  # fp32 leaves from registers
     stores_tiles = config.adds_dq and not problem.sends_dS
     walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
@@ -99,7 +102,7 @@ def alloc_smem_tiles(
         dV=dV,
         dS=alloc_ds(problem, config),
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if has_dk else None,
-        tile_box=KeyTileBox(*box) if dynamic else None,
+        tile_box=KeyTileBox(*box) if persistent else None,
         dq=alloc_dq(),
         bias_columns=alloc_bias_columns(problem, block_M) if config.has_linear_bias(problem) else None,
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),

@@ -19,7 +19,7 @@ from tl_attention.kernels.backward.load import key_step
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.options import OptionArguments, Scores
-from tl_attention.kernels.seams import products as fp32
+from tl_attention.kernels.seams import products as tile_products
 from tl_attention.kernels.seams.pipeline import alloc_fragments, share, wait_for_stores
 from tl_attention.kernels.seams.softmax import indices, probabilities, softmax_backward
 from tl_attention.kernels.seams.split_tile import split_tile
@@ -61,7 +61,7 @@ class KeyStep:
     Args:
         key: first of the 64 keys.
         turn: number of the CTA's tile.
-        first: its first step.
+        first: its first step, counted through all tiles of the CTA.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KeyStep:
         # Ring that the last GEMM of a step reads
         self.last_read = launch.smem.Q if key_pass.makes_dk else launch.smem.dO
         self.steps_before = 0 if problem.program is None else first  # steps of other tiles
-        # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
+        # Sums of diagonals are added beside the next S'; not in steps of 64 queries, 6.26 ms in place of 5.81 (d128, H200, 2026-11-23)
         self.adds_learned_late = config.block_M == 128
 
         block_M, reuse, terms = config.block_M, config.reuse_registers, problem.terms
@@ -103,20 +103,21 @@ class KeyStep:
         self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
         # dS' [keys, queries]
         self.dS = self.P if key_pass.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
-        self.P_terms = (self.P_for_dv, *fp32.alloc_further_terms(tile_shape, terms))
-        further = self.P_terms[1:] if reuse else fp32.alloc_further_terms(tile_shape, terms)
+        self.P_terms = (self.P_for_dv, *tile_products.alloc_further_terms(tile_shape, terms))
+        further = self.P_terms[1:] if reuse else tile_products.alloc_further_terms(tile_shape, terms)
         self.dS_terms = (self.dS, *further)
         acc_dk = T.alloc_fragment([64, dk_cols], "float32")
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         self.dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
         self.dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
+        # fp32: two accumulators of one key and query block, used in turn, see products.Job
         self.sums = alloc_fragments([[64, sum_cols]] * (2 if sum_cols else 0), "float32")
         pieces = dq_pieces(block_M, head_dim, config.warpgroups)[w]
         acc_dq = alloc_fragments([piece_shape(x) for x in pieces if not config.dq_apart], "float32")
         # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
-        last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if config.is_dynamic else acc_dq
+        last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if config.is_persistent else acc_dq
         self.lse_log2 = T.alloc_fragment([block_M], "float32")
-        self.before = StepBefore(config, counted=config.is_dynamic and key_pass.shares_dS, name="before")
+        self.before = StepBefore(config, counted=config.is_persistent and key_pass.shares_dS, name="before")
         sends_dS = key_pass.shares_dS and problem.sends_dS
         self.bias_gradient = BiasGradient(sends_dS, self.scores.traced, launch.smem.dS, w, key, name="dbias")
         # Where this thread writes dS'
@@ -128,7 +129,7 @@ class KeyStep:
         """Tiles of P' that dV is the product of."""
         return (self.smem.P[self.w],) if self.key_pass.stages_P else self.P_terms
 
-    def all_but(self, *products: str) -> Any:
+    def wait_all_but(self, *products: str) -> Any:
         """Wait until at most the products of these names, which were issued last, are in flight."""
         counts = {
             "S": len(self.products) + self.config.has_linear_bias(self.problem),
@@ -145,12 +146,11 @@ class KeyStep:
 
     @T.inline
     def take_keys(self):
-        """Wait for K; for dQ for that of all warpgroups."""
+        """Wait for K; if the consumers compute dQ, for K of all warpgroups."""
         config, late_dq = self.config, self.key_pass.makes_dq_late
-        if (
-            config.is_dynamic
-        ):  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
-            fp32.clear((*(self.dq.acc_dq if late_dq else ()), self.acc_s))
+        # Cleared, or nvcc keeps S' and dQ from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
+        if config.is_persistent:
+            tile_products.clear((*(self.dq.acc_dq if late_dq else ()), self.acc_s))
         for other in tuple(range(config.warpgroups)) if late_dq else (self.w,):
             self.smem.K.wait(key_step(config, self.turn, other))
         if splits_keys(self.problem, config.makes):
@@ -166,9 +166,9 @@ class KeyStep:
             if splits_keys(self.problem, self.config.makes):
                 terms = self.tiles.v_terms(self.tile, self.key, 64)
                 split_tile(self.problem, self.w, self.smem.V, self.key_step, terms)
-            fp32.clear(self.dk_chunks)
+            tile_products.clear(self.dk_chunks)
         if self.key_pass.makes_dv:
-            fp32.clear(self.dv_chunks)
+            tile_products.clear(self.dv_chunks)
 
     @T.inline
     def finish(self, last):
@@ -177,13 +177,14 @@ class KeyStep:
         T.wait_wgmma(0)
         if stores_key_terms(self.problem, config.makes):
             wait_for_stores()
-        if config.is_dynamic:
+        if config.is_persistent:
             self.last_read.release(last)
-            if scores_come_first(self.problem, config) and not key_pass.dS_in_P:
+            if scores_come_first(self.problem, config):  # a step releases dO of the step before it
                 smem.dO.release(last)
             if key_pass.frees_V_early:
                 smem.V.release(self.key_step)
-        if config.dq_apart or (config.is_dynamic and self.problem.is_fp32):
+        # Else dq.finish() releases K, or the CTA has one tile
+        if config.dq_apart or (config.is_persistent and self.problem.is_fp32):
             smem.K.release(self.key_step)
         if key_pass.makes_dq_late:
             self.dq.finish(last, self.turn)
@@ -194,7 +195,7 @@ class KeyStep:
         smem = self.smem
         self.scores.start(self.tile.batch, head, self.scale_log2)
         self.scores.begin(self.acc_s, smem.bias_columns)
-        fp32.multiply(
+        tile_products.multiply(
             self.products,
             smem.K.terms_of(self.w),
             smem.Q.terms_of(step),
@@ -239,9 +240,9 @@ class KeyStep:
         self.replace_scores(step)
         reuse, key_pass = self.config.reuse_registers, self.key_pass
         if self.problem.terms > 1:
-            fp32.split_kept(self.acc_s, self.P_terms)
+            tile_products.split_kept(self.acc_s, self.P_terms)
         else:
-            if key_pass.makes_dv and not (self.problem.is_sloped and key_pass.makes_dk):
+            if key_pass.makes_dv and not key_pass.has_two_P:  # else replace_scores() has written P_for_dv
                 T.copy(self.acc_s, self.P_for_dv)
             if reuse and (key_pass.separates_P or not key_pass.makes_dv):
                 T.copy(self.acc_s, self.P)
@@ -284,10 +285,10 @@ class KeyStep:
         """Issue dP' = V dO'."""
         smem = self.smem
         if self.waits_for_V_late:
-            if self.before.is_missing:
+            if self.before.is_missing:  # the first step of the tile
                 smem.V.wait(self.key_step)
         smem.dO.wait(step)
-        fp32.multiply(
+        tile_products.multiply(
             self.products,
             smem.V.terms_of(self.w),
             smem.dO.terms_of(step),
@@ -300,19 +301,21 @@ class KeyStep:
     def waits_for_V_late(self) -> bool:
         """True if V is waited for in the first step, not before it."""
         config = self.config
-        return config.is_dynamic and config.reuse_registers and not splits_keys(self.problem, config.makes)
+        return config.is_persistent and config.reuse_registers and not splits_keys(self.problem, config.makes)
 
     @T.inline
     def start_dv(self, step):
         """Issue dV += P' dO, if the pass makes dV."""
         if self.key_pass.makes_dv:
             dO = self.smem.dO.terms_of(step)
-            fp32.multiply(self.products, self.P_operands.__getitem__, dO, self.dv_chunks[0])
+            tile_products.multiply(self.products, self.P_operands.__getitem__, dO, self.dv_chunks[0])
 
     @T.inline
     def start_dk(self, step):
         """Issue dK += dS' Q."""
-        fp32.multiply(self.products, self.dS_terms.__getitem__, self.smem.Q.terms_of(step), self.dk_chunks[0])
+        tile_products.multiply(
+            self.products, self.dS_terms.__getitem__, self.smem.Q.terms_of(step), self.dk_chunks[0]
+        )
 
     @T.inline
     def drop_dp(self):
@@ -356,23 +359,31 @@ class KeyStep:
         """dS' = P' * (dP' - Delta) in fp32, in the registers of dP'."""
         self.drop_dp()
         P = self.P_terms if self.config.reuse_registers else (self.acc_s,)
-        fp32.replace_dp(P, self.acc_dp, lambda j: self.smem.Q.row_value(step, 1, j))
+        tile_products.replace_dp(P, self.acc_dp, lambda j: self.smem.Q.row_value(step, 1, j))
         if self.key_pass.adds_own_dq:
             self.scores.learn_dS(self.acc_dp, self.blocks, True)
 
     @T.inline
     def split_dS(self, step):
         """Split dS' into bf16 terms."""
-        fp32.split_terms(self.acc_dp, self.dS_terms)
+        tile_products.split_terms(self.acc_dp, self.dS_terms)
         self.fetch_next(step)
 
     def dv_jobs(self, step: Any) -> tuple:
         """Jobs of dV += P' dO, see products.Job."""
-        return fp32.jobs(self.dv_chunks, self.P_terms, self.smem.dO, step) if self.key_pass.makes_dv else ()
+        return (
+            tile_products.jobs(self.dv_chunks, self.P_terms, self.smem.dO, step)
+            if self.key_pass.makes_dv
+            else ()
+        )
 
     def dk_jobs(self, step: Any) -> tuple:
         """Jobs of dK += dS' Q."""
-        return fp32.jobs(self.dk_chunks, self.dS_terms, self.smem.Q, step) if self.key_pass.makes_dk else ()
+        return (
+            tile_products.jobs(self.dk_chunks, self.dS_terms, self.smem.Q, step)
+            if self.key_pass.makes_dk
+            else ()
+        )
 
     def dq_jobs(self) -> tuple:
         """Jobs of dQ' = K' dS', after share_terms_of_dS()."""
@@ -381,7 +392,7 @@ class KeyStep:
         place = {"tile": self.tile, "head": self.blocks.head, "start": self.blocks.query}
         add_dq = functools.partial(self.tiles.add_dq, **place, factor=self.softmax_scale)
         smem = self.smem
-        return fp32.transposed_jobs(self.problem.head_dim, smem.K, self.w, smem.dS[self.w], add_dq)
+        return tile_products.transposed_jobs(self.problem.head_dim, smem.K, self.w, smem.dS[self.w], add_dq)
 
     @T.inline
     def share_terms_of_dS(self):

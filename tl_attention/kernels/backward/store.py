@@ -18,7 +18,7 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 def dk_tile(config: BwdPass, w: int, smem: Any) -> Any:
     """Shared tile through which dK is stored: that of K, or a separate one if the next keys are loaded meanwhile."""
-    return smem.dK[w] if config.is_dynamic else smem.K.tiles[w, :, :]
+    return smem.dK[w] if config.is_persistent else smem.K.tiles[w, :, :]
 
 
 def dv_tile(problem: AttnProblem, config: BwdPass, w: int, smem: Any) -> Any:
@@ -28,7 +28,7 @@ def dv_tile(problem: AttnProblem, config: BwdPass, w: int, smem: Any) -> Any:
 
 def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
     """Store an smem tile by TMA; with the schedule grid also wait until TMA has read it."""
-    if not config.is_dynamic:
+    if not config.is_persistent:
         return T.copy(tile, place)
     return T.tma_copy(tile, place, eviction_policy=key_policy(problem, config))
 

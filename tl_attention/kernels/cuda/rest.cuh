@@ -1,6 +1,7 @@
-// dS = P (dP - delta) with P in fp32 from its rounded value and 8 bits of what rounding cut off, four of them in a word.
-// dtype: 0 bfloat16, 1 float16. is_signed: P may be negative, as it has the slope of the scores. A P exactly between two of the dtype's
-// numbers that is rounded down comes back as the other side of the tie.
+// dS = P (dP - delta), where dP has taken the registers of P in fp32. P comes back from its 16-bit operand and 8 of the bits that
+// rounding cut off; a word of `rest` holds these of four P. A P exactly between two 16-bit numbers that was rounded down comes back half a
+// unit below the lower one, not above it.
+// dtype: 0 bfloat16, 1 float16. is_signed: P may be negative, as it has the slope of the scores.
 #pragma once
 
 #include <tl_templates/cuda/common.h>

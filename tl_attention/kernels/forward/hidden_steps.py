@@ -8,12 +8,12 @@ import tilelang.language as T
 
 
 @T.macro
-def skip_keys(w, K, turns, first_step, steps):
+def skip_keys(w, K, ping_pong, first_step, steps):
     """Release K of steps that a warpgroup skips, and pass its turns on."""
     for i in T.serial(steps):
         K.wait(first_step + i)
-        turns.wait(w)
-        turns.pass_on(w)
+        ping_pong.wait(w)
+        ping_pong.pass_on(w)
         K.release(first_step + i)
 
 
@@ -26,12 +26,12 @@ def skip_values(V, first_step, steps):
 
 
 @T.macro
-def skip_last(w, K, V, turns, first_step, steps):
+def skip_last(w, K, V, ping_pong, first_step, steps):
     """Release K and V of the last steps, which a warpgroup skips, and pass its turns on."""
     for i in T.serial(steps):
         K.wait(first_step + i)
-        turns.wait(w)
-        turns.pass_on(w)
+        ping_pong.wait(w)
+        ping_pong.pass_on(w)
         K.release(first_step + i)
         V.wait(first_step + i)
         V.release(first_step + i)
@@ -48,8 +48,8 @@ class FirstSteps:
         self.count = T.alloc_var("int32", init=T.shfl_sync(hidden, 0))
 
     @T.inline
-    def skip(self, w, K, turns, first_step, blocks):
-        skip_keys(w, K, turns, first_step, self.count[0])
+    def skip(self, w, K, ping_pong, first_step, blocks):
+        skip_keys(w, K, ping_pong, first_step, self.count[0])
         blocks.skip(self.count[0])
 
     def after(self, first_step: Any) -> Any:
@@ -72,8 +72,8 @@ class LastSteps:
         blocks.stop_before(self.count[0])
 
     @T.inline
-    def release(self, w, K, V, turns, first_step):
-        skip_last(w, K, V, turns, first_step, self.count[0])
+    def release(self, w, K, V, ping_pong, first_step):
+        skip_last(w, K, V, ping_pong, first_step, self.count[0])
 
 
 class NoSteps:

@@ -15,7 +15,7 @@ import tilelang.language as T
 from tl_attention.config.kernel_configs import KV_STAGES, JvpConfig
 from tl_attention.kernels.scores.mask import KeyBlocks, Mask
 from tl_attention.kernels.seams import pipeline
-from tl_attention.kernels.seams.pipeline import TileRing, Turns, sync_warpgroup, wait_for_stores
+from tl_attention.kernels.seams.pipeline import PingPong, TileRing, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.seams.roles import Roles
 from tl_attention.kernels.seams.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.seams.softmax import (
@@ -54,7 +54,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     q_kt = {"transpose_B": True, "policy": row_wise}
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=True)
-    turns = Turns(config.warpgroups, config.ping_pong)
+    ping_pong = PingPong(config.warpgroups, config.ping_pong)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -108,7 +108,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         growth = LAZY_GROWTH if dtype == "bfloat16" else 0.0  # in fp16 H has no range to spare
         softmax = OnlineSoftmax(block_N, T.max(scale * LOG2E, SMALLEST_SCALE), growth)
         sums = TangentSums(softmax, scale)
-        turns.start(w)
+        ping_pong.start(w)
         tile.locate(number)
         blocks.start(tile.m_block * block_M)
         query = tile.m_block * block_M + 64 * w
@@ -128,12 +128,12 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         for step in T.serial(blocks.steps):
             # S = Q Kᵀ and tS = tQ Kᵀ + Q tKᵀ
             smem.K.wait(step)
-            turns.wait(w)
+            ping_pong.wait(w)
             T.wgmma_gemm(smem.Q[w], smem.K[step], acc_s, clear_accum=True, **q_kt)
             t_smem.K.wait(step)
             T.wgmma_gemm(t_smem.Q[w], smem.K[step], acc_ts, clear_accum=True, **q_kt)
             T.wgmma_gemm(smem.Q[w], t_smem.K[step], acc_ts, **q_kt)
-            turns.pass_on(w)
+            ping_pong.pass_on(w)
 
             # Softmax, beside tS
             T.wait_wgmma(2)

@@ -4,8 +4,14 @@ Dao 2023 (FlashAttention-2, alg. 1) in the schedule of Shah et al. 2024 (FlashAt
 tiles by TMA. Each consumer warpgroup owns 64 queries and keeps two products in flight: S = Q Kᵀ of one key block beside O += P V of
 the step before. Steps go from the last key block to the first. See mask.NearFirstKeyBlocks and block_lists.py for other orders.
 
-attend() has the algorithm; load() is its other end.
+attend() has the algorithm; load() is the producer's side.
 
+hold_max: once each row has seen a key, its row max is no longer updated. A tile whose row sums then overflow is computed a second time,
+with an updated row max: RowMax.check() reports it, and find_overflow() of the producer puts it back in the stream of tiles.
+
+    step        from 0, the last key block, to the first key block that a tile needs
+    share       the key blocks of one CTA of a split
+    piece       the key blocks of one CTA of a tile that the schedule stream-K shares
     turn        number of a tile in its CTA
     first_step  first step of a tile in the rings of K and V, whose steps are counted through all tiles of a CTA
     q_step      step of the ring of Q: one per tile and warpgroup
@@ -38,7 +44,7 @@ from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
-from tl_attention.kernels.seams.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
+from tl_attention.kernels.seams.pipeline import PingPong, alloc_fragments, input_ring, wait_for_stores
 from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_terms, multiply, round_P
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
@@ -54,7 +60,7 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 
 @dataclass(frozen=True)
 class Launch:
-    """Arguments and shared memory of a CTA, for all its tiles. lse_unit: of flash_fwd()."""
+    """Arguments and shared memory of a CTA, for all its tiles. lse_unit: ln 2 for a natural lse, 1 for base 2."""
 
     tiles: DenseTiles
     smem: SmemTiles
@@ -71,14 +77,15 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
             fp32: K, V are bf16 terms, [batch, seqlen, heads, terms * width], from terms.py; Q as in split_tile.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
-        Tickets: int32 [2], zeros before and after the kernel; with the schedule stream-K [sms], 2 + ctas or more, see shared_tiles.py.
+        Tickets: int32 [2], tiles drawn and CTAs done, zeros before and after the kernel; with the schedule stream-K [sms], 2 + ctas or
+            more, see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
     Then, each group where the problem or the config asks for it, the fields of
         options.OptionArguments: of options.
         pages.CachePages: config.page_rows, keys are in pages whose size is a multiple of it, see tiles.PagedKeys.
         shared_tiles.PieceArguments: schedule stream-K.
-        input_terms.InputArguments: config.makes_terms. K and V hold the terms of the first heads before.
-        traced_arguments.TracedArguments: of a program.
+        input_terms.InputArguments: config.makes_terms. K and V already hold the bf16 terms of the first heads; the kernel makes the others.
+        traced_arguments.TracedArguments: of a traced score_mod or mask_mod.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedSplitTiles. An empty share has O = 0, Lse = -inf.
@@ -88,20 +95,22 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
-    # bf16 terms of an fp32 number, and the pairs of them that are multiplied; in 16 bits one term, one pair
+    # bf16 terms of an fp32 number, and the pairs of them that are multiplied, a wgmma group each; in 16 bits one term, one pair
     terms, products, makes_terms = problem.terms, problem.products, config.makes_terms
-    persistent = config.schedule != "grid"  # a CTA computes several tiles
+    persistent = config.schedule != "grid"  # any other schedule: a CTA computes several tiles
     shares_tiles = config.schedule == "stream-K"  # and CTAs share some of them, see shared_tiles.py
     registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if terms > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
-    turns = Turns(config.warpgroups, config.ping_pong)
+    ping_pong = PingPong(config.warpgroups, config.ping_pong)
     first_row = functools.partial(query_tiles.first_row, problem, config)
-    skips = query_tiles.hides_steps(problem, config)
-    skips_last = query_tiles.hides_last_steps(problem, config)
-    # See KeyBlocks.keep_queries()
-    counts_queries = skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3))
+    skips_first_steps = query_tiles.hides_steps(problem, config)
+    skips_last_steps = query_tiles.hides_last_steps(problem, config)
+    # A warpgroup counts its masked steps again: a window needs it, causal d64 with three warpgroups gains 1 %. See KeyBlocks.keep_queries()
+    recounts_masked = skips_first_steps and (
+        problem.has("window") or (head_dim == 64 and config.warpgroups == 3)
+    )
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -119,9 +128,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_terms)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        how = {"split": split, "held": hold_max, "shares": shares_tiles}
+        place = problem, options, mask, tile, block_M, block_N
         near_first = near_keys_first(problem, config)
-        return key_blocks(problem, options, mask, tile, block_M, block_N, near_first=near_first, **how)
+        return key_blocks(*place, split=split, held=hold_max, shares=shares_tiles, near_first=near_first)
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, smem, stream):
@@ -138,7 +147,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.load(turn, tile, first_query, tiles, smem.Q)
         if hold_max:
             smem.overflows.begin(turn, stream.recomputes)
-        if persistent:  # after Q has a slot: consumers have then read what was in the box
+        if persistent:  # after Q has a slot: consumers read the box, which has two slots, before they free Q of two turns before
             smem.tile_box.post(turn, tile, first_step, blocks)
         if two_producers:  # assist_warp.produce_values() loads V
             stream.draw_near_end(turn, 0, blocks.steps)
@@ -149,10 +158,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             for step in assist_warp.loop_over(config, 1, blocks.steps):
                 tiles.load_k(smem.K, first_step + step, tile, blocks, step)
                 tiles.load_v(smem.V, first_step + step - 1, tile, blocks, step - 1)
+                # q_stages 1.5: Q of warpgroup 1 goes into the slot that warpgroup 0 frees once it has begun this tile, so it comes after
+                # K of step 1 and V of step 0, or after K of step 0 where that is the only step
                 slots.load_late(step == 1, turn, tile, first_query, tiles, smem.Q)
-            # Where there is no step 1
             slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, smem.Q)
-            stream.draw(turn)
+            stream.draw(turn)  # the number of the next tile, which is there when advance() needs it
             last = blocks.steps - 1
             tiles.load_v(smem.V, first_step + last, tile, blocks, last)
 
@@ -185,9 +195,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     stream.advance(turn)
                     turn += 1
                     first_step += blocks.steps
-                else:
+                else:  # packed sequences: the launch counts more tiles than the table has; the missing ones end a group of heads
                     stream.skip_to(tile.group_end)
-                stream.find_overflow(turn)  # of a tile before
+                stream.find_overflow(turn)  # of two turns before, at the end also of the last
             slots.wait_until_read(turn, smem.Q)
             smem.tile_box.close(turn)
             stream.close()
@@ -200,7 +210,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def start_scores(w, q_step, step, block, smem, scores, acc_s):
         """Issue S = Q Kᵀ of a key block."""
         smem.K.wait(step)
-        turns.wait(w)
+        ping_pong.wait(w)
         scores.begin(acc_s, block)
         q_kt = {"transpose_B": True, "clear_accum": scores.clears}
         multiply(products, smem.Q.terms_of(q_step), smem.K.terms_of(step), acc_s, **q_kt)
@@ -209,6 +219,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def attend(w, tile, turn, first_step, blocks, launch):
         """Compute O and Lse of 64 queries of a tile, and store them."""
         tiles, smem, softmax_scale = launch.tiles, launch.smem, launch.softmax_scale
+        # Not 0: the row max is updated in every step, as the tile is computed again or is a piece
         recomputes = smem.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
@@ -222,33 +233,35 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores = ForwardScores(problem, config, launch.options, softmax_scale, smem)
         dropout = Dropout(problem, launch.options, block_N)
         scale_log2 = scores.scale_log2
-        # Causal d64 at 4k 517 -> 505 us; d128 is not faster with it (bf16, H200, 2026-11-27)
+        # Steps that hold the row max add P to the sums of all steps, without a sum of the block. Causal d64 at 4k 517 -> 505 us; d128 is
+        # not faster with it (bf16, H200, 2026-11-27)
         sums_directly = head_dim == 64 and terms == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, scores.may_hold_zero, sums_directly)
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
-        q_step = turn * config.warpgroups + w  # one of slots.free_*() frees its slot, see QuerySlots
+        # Freed once: by results.store() or free_previous() if O leaves through the slot of Q, else after the last S or after the last step
+        q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile, query, blocks, scale_log2)
         dropout.start()
         # Steps whose keys none of the 64 queries sees: first_step and blocks go on without them
-        hidden_first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
-        hidden_first.skip(w, smem.K, turns, first_step, blocks)
+        hidden_first = FirstSteps(blocks.hidden_steps(query + 63)) if skips_first_steps else NoSteps()
+        hidden_first.skip(w, smem.K, ping_pong, first_step, blocks)
         first_step = hidden_first.after(first_step)
-        hidden_last = LastSteps(blocks.hidden_last_steps(query)) if skips_last else NoSteps()
+        hidden_last = LastSteps(blocks.hidden_last_steps(query)) if skips_last_steps else NoSteps()
         hidden_last.skip(blocks)
-        if counts_queries:
+        if recounts_masked:
             blocks.keep_queries(query)
-        # For raw scores Q takes the sign of softmax_scale
+        # Raw scores: without score options the row max is one of Q Kᵀ, which the softmax scales by |softmax_scale|, so Q takes the sign
         slots.wait_for_queries(problem, w, q_step, smem.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of step 0
         block = blocks.at(0, LAST_BLOCK)
         start_scores(w, q_step, first_step, block, smem, scores, acc_s)
-        turns.pass_on(w)
+        ping_pong.pass_on(w)
         dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
         scores.look_up(query, block)
-        slots.free_previous(turn, q_step, smem.Q)
+        slots.free_previous(turn, q_step, smem.Q)  # O of the tile before has left its slot
         output.clear()
         T.wait_wgmma(0)
         smem.K.release(first_step)
@@ -258,7 +271,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         row_max.after_first_step(w, acc_s, blocks.steps)
         round_P(acc_s, P_terms, dropout)
 
-        # Only now: V of the last hidden step is loaded after K of step 0
+        # Not before S of step 0: the producer loads V of the last hidden step after K of step 0
         hidden_first.release_values(smem.V, first_step)
 
         # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
@@ -271,10 +284,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 start_scores(w, q_step, first_step + step, block, smem, scores, acc_s)
                 smem.V.wait(first_step + step - 1)
                 output.start(P_terms, smem.V, first_step + step - 1)
-                turns.pass_on(w)
+                ping_pong.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, block.first_key)
                 scores.look_up(query, block)
-                T.wait_wgmma(len(products))  # S is complete; O += P V stays in flight
+                T.wait_wgmma(len(products))  # S is complete; the groups of O += P V stay in flight
                 smem.K.release(first_step + step)
                 slots.free_after_scores(step == blocks.steps - 1, q_step, smem.Q)
                 scores.apply(acc_s, query, block, at_zero=loop.at_zero)
@@ -283,13 +296,15 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 smem.V.release(first_step + step - 1)
                 round_P(acc_s, P_terms, dropout)
                 if loop.update:
-                    softmax.rescale(output.chunks)  # all of O is relative to the row max before
+                    softmax.rescale(
+                        output.chunks
+                    )  # O, with the P V just added, is relative to the row max before this step
 
         # O += P V of the last step beside the row sums
         last = blocks.steps - 1
         smem.V.wait(first_step + last)
         output.start(P_terms, smem.V, first_step + last)
-        # The tile's position, not held in registers meanwhile; read before the box may be refilled
+        # The tile's position again, so that it takes no registers in the loop. Before Q is freed: then the box may be refilled
         if persistent:
             smem.tile_box.read_tile(turn, tile)
         if shares_tiles:
@@ -303,7 +318,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             tiles.store_lse(lse, tile, query)
         output.finish(P_terms, smem.V, first_step + last)
         smem.V.release(first_step + last)
-        hidden_last.release(w, smem.K, smem.V, turns, first_step + blocks.steps)
+        hidden_last.release(w, smem.K, smem.V, ping_pong, first_step + blocks.steps)
         softmax.scale_rows(output.chunks)  # O /= row sums
         for n in indices(output.chunks):
             dropout.scale_kept(output.chunks[n])
@@ -317,7 +332,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         tile = Tile(order)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
         blocks = blocks_of(launch.options, mask, tile)
-        turns.start(w)
+        ping_pong.start(w)
         fill_bias_columns(w, smem.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
             smem.tile_box.each_posted(
@@ -355,14 +370,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         options = replace(options, traced=traced_arguments(problem, hold_max))
         code = prelude(problem, roles, cuda_code(problem, config, results))
         with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
-            q_shape = [int(q_stages * config.warpgroups), 64]  # q_stages may be 1.5
+            q_shape = [
+                int(q_stages * config.warpgroups),
+                64,
+            ]  # [slots, queries]: 1.5 stages of two warpgroups are 3 slots
             smem = SmemTiles(
-                Q=input_ring(problem, "Q", q_shape, head_dim, 4, raw_fp32=True),
+                Q=input_ring(
+                    problem, "Q", q_shape, head_dim, 4, raw_fp32=True
+                ),  # the 4 warps of a warpgroup read a slot
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
                 if O_in_Q or results.from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
+                # padded: space for a fifth step count, which causal stream-K posts
                 tile_box=TileBox(varlen, padded=shares_tiles and problem.causal) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, has_two_sides(problem, config)),
                 overflows=Overflows(consumer_warps) if hold_max else None,
@@ -371,7 +392,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 inputs=InputTerms.of(problem, inputs, (K, V), config.term_stages) if makes_terms else None,
             )
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
-            # Sliding windows are usually causal, so their tiles are scheduled like causal ones
+            # Sliding windows are usually causal, so their tiles are scheduled like causal ones. Stream-K numbers tiles by queries
             longest_first = (problem.is_uneven or problem.has("window")) and not shares_tiles
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(

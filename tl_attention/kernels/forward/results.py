@@ -38,7 +38,7 @@ class Results:
     O leaves from registers, through the tile of its queries, or through an smem tile of its own. With the schedule stream-K a CTA may leave
     a piece for another CTA instead, or merge the pieces of others.
 
-    from_registers: O does not pass through shared memory. shares: the schedule is smem. lse_is_final: nothing is merged into Lse.
+    from_registers: O does not pass through shared memory. shares: the schedule is stream-K. lse_is_final: nothing is merged into Lse.
     slots: of Q, which O may leave through; set by the kernel.
     """
 

@@ -328,10 +328,10 @@ def alloc_exchange(
 
 
 @T.meta_class
-class Turns:
-    """Ping-pong: warpgroups issue their GEMMs in turn, so that the softmax of one overlaps with the GEMMs of another."""
+class PingPong:
+    """Warpgroups issue their GEMMs in turn, so that the softmax of one overlaps with the GEMMs of another."""
 
-    def __init__(self, warpgroups: int, on: bool, name: str = "turns"):
+    def __init__(self, warpgroups: int, on: bool, name: str = "ping_pong"):
         self.warpgroups, self.on = warpgroups, on and warpgroups > 1
 
     @T.inline

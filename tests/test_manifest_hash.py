@@ -66,7 +66,7 @@ FAULTS = {
         r"(output\.start\(P_terms, smem\.V, .*) - 1\)", r"\1)", FORWARD
     ),
     "forward: O is rescaled before P is rounded": Edit(
-        r"( +round_P\(acc_s, P_terms, dropout\)\n)( +if .*update.*:\n +softmax\.rescale\(.*\n)",
+        r"( +round_P\(acc_s, P_terms, dropout\)\n)((?: +#.*\n)? +if .*update.*:\n +softmax\.rescale\(.*\n)",
         r"\2\1",
         FORWARD,
     ),

@@ -108,9 +108,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     skips_first_steps = query_tiles.hides_steps(problem, config)
     skips_last_steps = query_tiles.hides_last_steps(problem, config)
     # A warpgroup counts its masked steps again: a window needs it, causal d64 with three warpgroups gains 1 %. See KeyBlocks.keep_queries()
-    recounts_masked = skips_first_steps and (
-        problem.has("window") or (head_dim == 64 and config.warpgroups == 3)
-    )
+    counts_again = problem.has("window") or (head_dim == 64 and config.warpgroups == 3)
+    recounts_masked = skips_first_steps and counts_again
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -295,10 +294,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 output.finish(P_terms, smem.V, first_step + step - 1)  # O is complete, and P free
                 smem.V.release(first_step + step - 1)
                 round_P(acc_s, P_terms, dropout)
+                # O, with the P V just added, is relative to the row max before this step
                 if loop.update:
-                    softmax.rescale(
-                        output.chunks
-                    )  # O, with the P V just added, is relative to the row max before this step
+                    softmax.rescale(output.chunks)
 
         # O += P V of the last step beside the row sums
         last = blocks.steps - 1
@@ -370,14 +368,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         options = replace(options, traced=traced_arguments(problem, hold_max))
         code = prelude(problem, roles, cuda_code(problem, config, results))
         with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
-            q_shape = [
-                int(q_stages * config.warpgroups),
-                64,
-            ]  # [slots, queries]: 1.5 stages of two warpgroups are 3 slots
+            # [slots, queries]: 1.5 stages of two warpgroups are 3 slots. The 4 warps of a warpgroup read a slot
+            q_shape = [int(q_stages * config.warpgroups), 64]
             smem = SmemTiles(
-                Q=input_ring(
-                    problem, "Q", q_shape, head_dim, 4, raw_fp32=True
-                ),  # the 4 warps of a warpgroup read a slot
+                Q=input_ring(problem, "Q", q_shape, head_dim, 4, raw_fp32=True),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None

@@ -78,10 +78,8 @@ def alloc_smem_tiles(
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
     q_shape = [config.num_stages, block_M, terms * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, terms * problem.head_dim_v]
-    dk_shape, has_dk = (
-        [64, problem.head_dim],
-        persistent and not problem.is_fp32,
-    )  # fp32 leaves from registers
+    dk_shape = [64, problem.head_dim]
+    has_dk = persistent and not problem.is_fp32  # fp32 leaves from registers
     stores_tiles = config.adds_dq and not problem.sends_dS
     walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered

@@ -19,28 +19,7 @@ LEAST_DRAWS = 3  # that launched a kernel, for a pass of it
 Rows = dict[str, dict[str, Any]]
 
 # Kernel name -> why it needs no pass
-GRACE: dict[str, str] = dict.fromkeys(
-    (
-        "bf16 d128 causal, dk+dv 96x128x2x2 reuse",
-        "bf16 d128 causal, dq+dk+dv 64x128x2x2 reuse early-dK stream-K one-tile",
-        "bf16 d128 full blocks bits, dk+dv 64x128x2x2 reuse",
-        "bf16 d128 full blocks bits, dq+dk+dv 64x128x2x2 reuse apart dynamic-late",
-        "bf16 d128 full blocks bits, dq+dk+dv 64x128x2x2 reuse apart stream-K rounds-dq",
-        "bf16 d128 full window dropout varlen, dk+dv 64x128x2x2 reuse",
-        "bf16 d128 full window, dk+dv 96x128x2x2 reuse",
-        "bf16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK stream-K one-tile",
-        "bf16 d160 causal, dk+dv 64x128x2x2 reuse",
-        "bf16 d160 full, dk+dv 64x128x2x2 reuse",
-        "bf16 d192-128 causal, dk+dv 64x128x2x1 reuse",
-        "bf16 d192-128 causal, dk+dv 64x128x2x2 reuse",
-        "bf16 d192-128 full window varlen, dk+dv 64x128x2x1 reuse",
-        "bf16 d192-128 full, dk+dv 64x128x2x1 reuse",
-        "bf16 d192-128 full, dk+dv 64x128x2x2 reuse",
-        "bf16 d256 full window softcap, dk 64x128x2x1 reuse",
-        "bf16 d64 full blocks bits, dq+dk+dv 128x128x2x2 reuse separate-dS dynamic-late",
-    ),
-    "not run since dS has 8 further bits of P (2026-11-29); the others of the same code have passed",
-)
+GRACE: dict[str, str] = {}
 
 
 def read(path: Path = PATH) -> Rows:

@@ -36,6 +36,7 @@ from tl_attention.problem.attn_problem import (
     DTYPES,
     FAR,
     FEW_BUCKET,
+    MAX_HEAD_DIM,
     OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
@@ -347,9 +348,8 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
     widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction, dtype)
     if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
         known, got = ", ".join(width_words(*width) for width in widths), width_words(head_dim, head_dim_v)
-        wide = (
-            "; PyTorch's formula computes it, slower (docs/numerics.md)" if dtype == "float32-highest" else ""
-        )
+        by_formula = direction != DECODE and dtype.startswith("float32") and head_dim <= MAX_HEAD_DIM
+        wide = "; PyTorch's formula computes it, slower (docs/numerics.md)" if by_formula else ""
         raise ValueError(
             f"head dims: expected at most those of one of the kernels of {direction}, {known}, got {got}{wide}"
         )

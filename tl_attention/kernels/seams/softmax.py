@@ -44,7 +44,7 @@ class OnlineSoftmax:
     """Row max and row sum of score tiles [64, block_N], one tile after another.
 
     The row max is a maximum of raw scores; scale_log2 > 0 multiplies them in the exponent. Until finish() each thread of a quad sums its
-    own columns of a row, so no step needs a shuffle for row sums. P stays below 2 ** growth.
+    own columns of a row, so no step needs a shuffle for row sums. P is at most 2 ** growth.
 
     may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a
         warpgroup, whatever its scores.

@@ -325,7 +325,7 @@ ERRORS = {
     ),
     "table-dtype": ({"block_table": zeros(2, 5, dtype=torch.int64)}, TypeError, r"block_table: expected torch\.int32, got torch\.int64"),
     "table-batch": ({"block_table": zeros(3, 5, dtype=torch.int32)}, ValueError, r"block_table: expected shape \(2, 5\), got \(3, 5\)"),
-    "table-list": ({"block_table": [[0]]}, TypeError, r"block_table: expected a torch\.Tensor, got list; pass torch\.as_tensor"),
+    "table-list": ({"block_table": [[0]]}, TypeError, r"got list; pass torch\.as_tensor\(block_table, dtype=torch\.int32\)"),
     "cu-0-d": ({"cu_seqlens_q": torch.tensor(5).int()}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(\)"),
     "no-lengths": ({"seqused_k": None}, ValueError, r"cu_seqlens_k, seqused_k: expected one of them.*pass seqused_k"),
     "seqused-shape": ({"seqused_k": zeros(3, dtype=torch.int32)}, ValueError, r"seqused_k: expected shape \(2,\), got \(3,\)"),

@@ -55,11 +55,16 @@ def describe(x: object) -> str:
     return text if len(text) <= 120 and "\n" not in text else f"an object of type {type(x).__name__}"
 
 
-def expect_tensor(name: str, x: torch.Tensor, hint: str = "") -> None:
-    """Expect a dense tensor. hint: what to do about an object that has no values, such as None."""
+def expect_tensor(name: str, x: torch.Tensor, hint: str = "", dtype: torch.dtype | None = None) -> None:
+    """Expect a dense tensor.
+
+    Args:
+        hint: what to do about an object that has no values, such as None.
+        dtype: the one that the tensor must have, for the hint about an object that has values; None: that of the values serves.
+    """
     if not isinstance(x, torch.Tensor):
         has_values = isinstance(x, (list, tuple, *NUMBER_TYPES)) or hasattr(x, "__array__")
-        hint = f"pass torch.as_tensor({name})" if has_values else hint
+        hint = f"pass torch.as_tensor({name}{f', dtype={dtype}' if dtype else ''})" if has_values else hint
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint and f'; {hint}'}")
     if x.is_nested:
         raise NotImplementedError(
@@ -141,7 +146,7 @@ def expect_like(
     hint: str = "",
 ) -> None:
     """Expect a tensor of one of these shapes and dtypes on the device of q. hint: what to pass instead of another shape."""
-    expect_tensor(name, x, hint)
+    expect_tensor(name, x, hint, None if dtypes[0].is_floating_point else dtypes[0])
     expect_local(name, x)
     if tuple(x.shape) not in shapes:
         wanted = " or ".join(map(str, shapes))
@@ -376,7 +381,7 @@ def check_deterministic(deterministic: bool) -> None:
 def expect_boundaries(name: str, x: torch.Tensor) -> None:
     """Expect a tensor of one dimension, not empty: cu_seqlens."""
     hint = "pass the first row of each sequence, then the number of rows"
-    expect_tensor(name, x, hint)
+    expect_tensor(name, x, hint, torch.int32)
     if x.ndim != 1 or not x.shape[0]:
         if x.ndim == 2 and 1 in x.shape:
             hint = f"pass {name}.flatten()"

@@ -157,7 +157,7 @@ def check_pages(
         raise ValueError(
             f"{name}: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}; allocate pages of {PAGE_STEP} * n rows"
         )
-    expect_tensor("block_table", block_table)
+    expect_tensor("block_table", block_table, dtype=torch.int32)
     if block_table.ndim != 2:
         raise ValueError(
             f"block_table: expected 2 dimensions [batch, pages per sequence], got shape {tuple(block_table.shape)}"

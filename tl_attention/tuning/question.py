@@ -315,8 +315,8 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
         return
     if "page_size" in question.sizes:
         raise ValueError(
-            f"page_size: expected none for {direction}, got page_size={question.sizes['page_size']}; a forward of packed sequences over"
-            " pages has the config of the same forward without pages: pass varlen"
+            f"page_size: expected none for {direction}, got page_size={question.sizes['page_size']}; decode alone has configs by page"
+            " size, a forward over pages makes its config from that of varlen without pages"
         )
     problem = _problem(question, direction)
     answers: dict[tuple[Config, str], dict[str, tuple[str, ...]]] = {}  # -> misses by bucket

@@ -708,7 +708,7 @@ def test_compile_of_decode_covers_every_call(width, queries, page_size, monkeypa
         )
         table = torch.zeros(1, k.shape[0], dtype=torch.int32)
     cache = Cache(k, v, k.shape[1], block_table=table)
-    launch.decode.DecodePlan(q, cache, Options(), False)
+    launch.decode.DecodePlan(q, cache, Options())
     assert set(asked) <= set(catalog.decode_kernels(["float16"], [width]))
 
 

@@ -347,7 +347,24 @@ def test_recording_keeps_results_that_are_no_tensors(result):
 def test_flex_op_passes_opcheck():
     q, bias = (torch.randn(*size, requires_grad=True) for size in ((1, 2, 5, 16), (2,)))
     text = "def make(x0):\n    def score_mod(score, b, h, q_idx, kv_idx):\n        return score + x0[h]\n    return score_mod"
-    arguments = q, q.detach(), q.detach(), None, [bias], [], [], [], [], text, "", 0.25, False, None, True
+    arguments = (
+        q,
+        q.detach(),
+        q.detach(),
+        None,
+        [bias],
+        [],
+        [],
+        [],
+        [],
+        text,
+        "",
+        0.25,
+        False,
+        None,
+        True,
+        False,
+    )
     torch.library.opcheck(torch.ops.tl_attention.flex.default, arguments)
 
 

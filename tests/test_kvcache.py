@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tl_attention import flash_attn_func, flash_attn_with_kvcache, kvcache_workspace_bytes, launch
 from tl_attention.api import kvcache
 from tl_attention.compilation import building
+from tl_attention.problem.options import BATCH_INVARIANT
 from tl_attention.reference import attention_reference
 from tl_attention.reference.kvcache import rotary_reference
 from tl_attention.testing.numeric import check_fwd, mean_error
@@ -518,7 +519,7 @@ def test_workspace_bytes_asks_the_launch(monkeypatch):
     monkeypatch.setattr(launch, "decode_workspace_bytes", lambda *x: seen.append(x) or 7)
     assert kvcache_workspace_bytes(2, 3, 8, 4, 64, 1000, num_splits=5) == 7
     *sizes, sms = seen[0]
-    assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
+    assert sizes == [2, 3, 8, 4, 64, 5, 1000] and sms > 0
 
 
 SIZES = {"batch": 2, "seqlen_q": 3, "heads": 8, "heads_kv": 4, "head_dim_v": 64, "seqlen_cache": 1000}
@@ -619,7 +620,7 @@ def test_masks_are_canonical_at_the_launch(changes, window, moves, monkeypatch):
     assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
     (
         (k, v, _, cos, sin, interleaved, moved_queries),
-        (_, cache, scale, options, invariant, given, _),
+        (_, cache, scale, options, given, _),
     ) = seen
     assert (
         (k, v, cos, sin) == (*NEW.values(), *ROTARY.values())
@@ -627,9 +628,9 @@ def test_masks_are_canonical_at_the_launch(changes, window, moves, monkeypatch):
         and moved_queries is moves
     )
     names = () if window == (-1, -1) else ("window",)
-    assert (options.window, options.num_splits, options.names) == (window, splits, names)
+    assert (options.window, options.num_splits, options.names) == (window, splits or BATCH_INVARIANT, names)
     assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
-    assert (scale, invariant, given) == (2.0, not moves, workspace)
+    assert (scale, given) == (2.0, workspace)
 
 
 def test_new_latent_values_are_part_of_the_keys(monkeypatch):

@@ -115,8 +115,8 @@ REFACTORINGS = {
         BACKWARD,
     ),
     "decode: another name and a bound value": Edit(
-        r"( +)first_key = (\(segment\.start_block\[0\] \+ i\) \* block_N)\n( +weigh\(me, )first_key,",
-        r"\1block = \2\n\3block,",
+        r"( +)weigh\(me, first_key\(segment, i\), segment",
+        r"\1first = first_key(segment, i)\n\1weigh(me, first, segment",
         DECODE,
     ),
 }

@@ -60,6 +60,7 @@ def flash_attn_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -94,7 +95,8 @@ def flash_attn_func(
             torch.use_deterministic_algorithms(True) sets it, too.
         return_attn_probs: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
         rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask
             depends on it, on the entry of the batch, the head, and the positions in the sequence.
             None: drawn from torch's generator. Unused without dropout.
@@ -105,6 +107,11 @@ def flash_attn_func(
             PyTorch's formula computes them, slower.
         num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for
             the problem.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, the place in it, the number of queries of the call and the pages, and with
+            deterministic=True the gradients of a sequence those of the sequence alone
+            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
+            it in every call.
         score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be
             off.
     Returns:
@@ -136,6 +143,7 @@ def flash_attn_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -159,6 +167,7 @@ def flash_attn_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -182,6 +191,7 @@ def flash_attn_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -203,6 +213,7 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """flash_attn_func of k and v packed in one tensor, which gets one gradient.
 
@@ -230,7 +241,8 @@ def flash_attn_kvpacked_func(
             torch.use_deterministic_algorithms(True) sets it, too.
         return_attn_probs: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
         rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask
             depends on it, on the entry of the batch, the head, and the positions in the sequence.
             None: drawn from torch's generator. Unused without dropout.
@@ -239,6 +251,11 @@ def flash_attn_kvpacked_func(
             torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has
             measured errors. Gradients at "highest" of head dims above 128 have no kernels:
             PyTorch's formula computes them, slower.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, the place in it, the number of queries of the call and the pages, and with
+            deterministic=True the gradients of a sequence those of the sequence alone
+            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
+            it in every call.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
@@ -266,6 +283,7 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -283,6 +301,7 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -300,6 +319,7 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -316,6 +336,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
 
@@ -342,7 +363,8 @@ def flash_attn_qkvpacked_func(
             torch.use_deterministic_algorithms(True) sets it, too.
         return_attn_probs: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
         rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask
             depends on it, on the entry of the batch, the head, and the positions in the sequence.
             None: drawn from torch's generator. Unused without dropout.
@@ -351,6 +373,11 @@ def flash_attn_qkvpacked_func(
             torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has
             measured errors. Gradients at "highest" of head dims above 128 have no kernels:
             PyTorch's formula computes them, slower.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, the place in it, the number of queries of the call and the pages, and with
+            deterministic=True the gradients of a sequence those of the sequence alone
+            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
+            it in every call.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
@@ -377,6 +404,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -393,6 +421,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -409,6 +438,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_varlen_func(
@@ -435,6 +465,7 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -485,7 +516,8 @@ def flash_attn_varlen_func(
             softmax_lse is -inf. Each is between 0 and the length of its sequence; on a GPU only
             check_lengths checks this.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
         rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask
             depends on it, on the entry of the batch, the head, and the positions in the sequence.
             None: drawn from torch's generator. Unused without dropout.
@@ -496,6 +528,11 @@ def flash_attn_varlen_func(
             PyTorch's formula computes them, slower.
         num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for
             the problem.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, the place in it, the number of queries of the call and the pages, and with
+            deterministic=True the gradients of a sequence those of the sequence alone
+            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
+            it in every call.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -539,6 +576,7 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
@@ -567,6 +605,7 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
@@ -595,6 +634,7 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
@@ -618,6 +658,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> torch.Tensor:
     """flash_attn_varlen_func of k and v packed in one tensor, which gets one gradient.
@@ -647,7 +688,8 @@ def flash_attn_varlen_kvpacked_func(
             torch.use_deterministic_algorithms(True) sets it, too.
         return_attn_probs: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
         rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask
             depends on it, on the entry of the batch, the head, and the positions in the sequence.
             None: drawn from torch's generator. Unused without dropout.
@@ -656,6 +698,11 @@ def flash_attn_varlen_kvpacked_func(
             torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has
             measured errors. Gradients at "highest" of head dims above 128 have no kernels:
             PyTorch's formula computes them, slower.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, the place in it, the number of queries of the call and the pages, and with
+            deterministic=True the gradients of a sequence those of the sequence alone
+            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
+            it in every call.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -690,6 +737,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -712,6 +760,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -734,6 +783,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -753,6 +803,7 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> torch.Tensor:
     """flash_attn_varlen_func of q, k and v packed in one tensor, which gets one gradient; q and k share cu_seqlens.
@@ -781,7 +832,8 @@ def flash_attn_varlen_qkvpacked_func(
             torch.use_deterministic_algorithms(True) sets it, too.
         return_attn_probs: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
         rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask
             depends on it, on the entry of the batch, the head, and the positions in the sequence.
             None: drawn from torch's generator. Unused without dropout.
@@ -790,6 +842,11 @@ def flash_attn_varlen_qkvpacked_func(
             torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has
             measured errors. Gradients at "highest" of head dims above 128 have no kernels:
             PyTorch's formula computes them, slower.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, the place in it, the number of queries of the call and the pages, and with
+            deterministic=True the gradients of a sequence those of the sequence alone
+            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
+            it in every call.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -821,6 +878,7 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -840,6 +898,7 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -859,6 +918,7 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -939,8 +999,13 @@ def flash_attn_with_kvcache(
             for the whole batch. Not with batch_invariant.
         return_softmax_lse: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
-            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable.
-        batch_invariant: make the result of a sequence bitwise independent of the rest of the batch.
+            value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
+            q is.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
+            batch, and those of flash_attn_func and flash_attn_varlen_func with batch_invariant, but
+            with ALiBi and multi-head latent attention (docs/numerics.md). One CTA then reads all
+            keys of a sequence and key head: slower where these are few and long.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         workspace: uint8, at least kvcache_workspace_bytes(..) long, for the partial results of
             splits. No other launch may use it at the same time. None: the call allocates it.
         check_lengths: for debugging: check the values of cache_seqlens, cache_batch_idx,
@@ -1059,6 +1124,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
@@ -1088,8 +1154,10 @@ def flex_attention(
         deterministic: bitwise equal gradients from run to run; torch.use_deterministic_algorithms(True) sets it, too. Gradients of
             captured tensors are then exact sums, whose workspace takes 128 bytes per element.
         precision: of products of fp32 tensors, "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only with fp32
-            tensors; docs/numerics.md has measured errors. Gradients of head dims above 128 need "medium", but for functions that are
-            options.
+            tensors; docs/numerics.md has measured errors. Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula
+            computes them, slower.
+        batch_invariant: out and lse of a batch entry have the same bits whatever the other entries, at the same lengths; with
+            deterministic=True its gradients, too (docs/numerics.md). TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
@@ -1116,6 +1184,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flex_attention(
@@ -1134,6 +1203,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flex_attention(
@@ -1152,6 +1222,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -1170,6 +1241,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]: ...
 @overload
 def mha_bwd_interface(

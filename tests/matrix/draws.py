@@ -297,7 +297,9 @@ def _decode_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
         causal = rng.random() < 0.5
         if causal or rng.random() < 0.4:
             options.pop("window")
-        splits = rng.choice((0, 0, 0, 1, 2, 3, 7))
+        splits = 0 if config.batch_invariant else rng.choice((0, 0, 0, 1, 2, 3, 7))
+        # Others than latent attention run the kernel batch_invariant with it
+        invariant = config.batch_invariant or (is_latent and not splits and rng.random() < 0.2)
         one = Draw(
             i,
             rng.randrange(2**31),
@@ -314,7 +316,7 @@ def _decode_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
             leftpad=tuple(leftpad) if padded else None,
             by_idx=not config.page_rows and rng.random() < 0.3,
             num_splits=splits,
-            batch_invariant=not splits and rng.random() < 0.2,
+            batch_invariant=invariant,
             layout=rng.choice(("bshd", "bhsd")),
             **options,
         )
@@ -329,7 +331,7 @@ def _rows_of_config(call_class: CallClass, rng: random.Random) -> tuple[int, int
     fitting = [
         (low, high)
         for low, high in choices
-        if configs.decode_config(problem, low, config.page_rows) == config
+        if configs.decode_config(problem, low, config.page_rows).warpgroups == config.warpgroups
     ]
     low, high = rng.choice(fitting)
     group = rng.choice([n for n in (1, 1, 2, 3, 4, 5, 8, 16) if n <= high])

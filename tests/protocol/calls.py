@@ -16,7 +16,7 @@ from tl_attention.api.flex_lists import kept_mask, listed
 from tl_attention.config import catalog, configs
 from tl_attention.config.catalog import PAGED
 from tl_attention.problem.attn_problem import DECODE, DEFAULT_DTYPE, DIRECTIONS, DTYPES, JVP, AttnProblem
-from tl_attention.problem.options import UNLIMITED, Cache, Options
+from tl_attention.problem.options import BATCH_INVARIANT, UNLIMITED, Cache, Options
 from tl_attention.tracing.trace import trace
 
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
@@ -258,7 +258,7 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
     problem, config, batch = kind.problem, kind.config, len(draw.lengths)
     dtype, page_rows = torch_dtype(problem), config.page_rows
     heads, heads_kv, queries = draw.heads, draw.heads_kv, max(min(draw.lengths)[0], 1)
-    if config == configs.decode_config(problem, FEW_ROWS, page_rows):
+    if config.warpgroups == configs.decode_config(problem, FEW_ROWS, page_rows).warpgroups:
         queries = max(min(queries, FEW_ROWS * heads_kv // heads), 1)
     elif queries * heads // heads_kv <= FEW_ROWS:
         queries = FEW_ROWS * heads_kv // heads + 1 + queries
@@ -280,7 +280,9 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
     index = _ints([(2 * b) % caches for b in range(batch)]) if indexed and not page_rows else None
     cache = Cache(k, v, _ints(keys), 3 * new, index, leftpad, table)
     options = _options(problem, draw, False) or Options()
-    splits, invariant = chance.choice([(0, False), (0, False), (3, False), (1, False), (0, True)])
+    splits = chance.choice([0, 0, 3, 1, BATCH_INVARIANT] if config.v_in_k else [0, 0, 3, 1])
+    if config.batch_invariant:
+        splits = BATCH_INVARIANT
 
     def call() -> None:
         if new:
@@ -294,6 +296,6 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
             launch.append_to_cache(q, *added, cache, *angles, False, True)
         window = (UNLIMITED, 0) if chance.random() < 0.5 else options.window
         asked = replace(options, window=window, num_splits=splits)
-        launch.attend_cache(q, cache, draw.scale, asked, invariant)
+        launch.attend_cache(q, cache, draw.scale, asked)
 
     return call

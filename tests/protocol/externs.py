@@ -25,7 +25,7 @@ from .values import Address, Place
 
 # Functions of values, of registers, or of shared memory that is private to a warp. `#` stands for a number
 PURE = {
-    "__fdiv_rn", "__saturatef", "fminf", "fmaxf",
+    "__fdiv_rn", "__fmul_rn", "__saturatef", "fminf", "fmaxf",
     "add", "add_exactly", "add_fp32_tile", "add_fragment", "add_rows", "add_stored", "add_sum", "add_tile", "add_to_place",
     "add_transposed", "base#", "before", "bit", "diagonal", "diagonal#", "distance", "draw", "drop_float", "drop_half", "factor#",
     "fence_additions", "fetch", "fetch_bits", "fetch_shared", "fetched", "gradient", "keep_diagonals", "keep_rest", "merge_sums",

@@ -29,6 +29,9 @@ Args:
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
         Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
     num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem.
+    batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the batch, the place in it, the number of
+        queries of the call and the pages, and with deterministic=True the gradients of a sequence those of the sequence alone
+        (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. IndexError says which
         value is wrong. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call.
 Returns:
@@ -114,6 +117,7 @@ def flash_attn_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -135,6 +139,7 @@ def flash_attn_func(
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, num_splits=num_splits,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     # One by one, as torch.compile cannot compare functions
     if score_mod is None and mask_mod is None and block_mask is None and attn_bias is None:
@@ -158,6 +163,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
@@ -171,7 +177,7 @@ def flash_attn_qkvpacked_func(
     q, k, v = qkv.unbind(-3)
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
     )  # fmt: skip
     try:
         return _attend(request, return_attn_probs)
@@ -194,6 +200,7 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of k and v packed in one tensor, which gets one gradient.
@@ -208,7 +215,7 @@ def flash_attn_kvpacked_func(
     k, v = kv.unbind(-3)
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
     )  # fmt: skip
     try:
         return _attend(request, return_attn_probs)
@@ -240,6 +247,7 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
     **unknown: NoReturn,
@@ -277,7 +285,7 @@ def flash_attn_varlen_func(
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, num_splits=num_splits,
-        lengths=lengths,
+        batch_invariant=batch_invariant, lengths=lengths,
     )  # fmt: skip
     if block_table is None and out is None:
         return _attend(request, return_attn_probs)
@@ -303,6 +311,7 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     **unknown: NoReturn,
 ) -> Output:
@@ -347,6 +356,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     check_lengths: bool = False,
     **unknown: NoReturn,
 ) -> Output:

@@ -45,6 +45,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: Precision | None = None,
+    batch_invariant: bool = False,
     **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
@@ -77,6 +78,8 @@ def flex_attention(
         precision: of products of fp32 tensors, "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only with fp32
             tensors; docs/numerics.md has measured errors. Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula
             computes them, slower.
+        batch_invariant: out and lse of a batch entry have the same bits whatever the other entries, at the same lengths; with
+            deterministic=True its gradients, too (docs/numerics.md). TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
@@ -103,7 +106,8 @@ def flex_attention(
         query, key = (pad(x, (0, value.shape[-1] - x.shape[-1])) for x in (query, key))
     functions = score_mod, mask_mod, block_mask, attn_bias
     request = new_request(
-        query, key, value, scale, False, deterministic, precision, heads_first=True, functions=functions, enable_gqa=enable_gqa
+        query, key, value, scale, False, deterministic, precision, batch_invariant=batch_invariant, heads_first=True,
+        functions=functions, enable_gqa=enable_gqa,
     )  # fmt: skip
     out, lse = _attend(request)
     if return_aux is not None:
@@ -123,6 +127,7 @@ def attend_by_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call with functions: as an op that torch.compile keeps, else at once."""
+    expect_bool("batch_invariant", request.batch_invariant)
     if _is_compiling():
         from tl_attention.api.flex_compiled import attend_compiled
 

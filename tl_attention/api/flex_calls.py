@@ -36,7 +36,7 @@ from tl_attention.checks.flex import (
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
-from tl_attention.problem.options import MAX_SCALE, saveable
+from tl_attention.problem.options import MAX_SCALE, options_of_terms, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.torch_ops.attend import attend, attend_again
@@ -99,7 +99,7 @@ def attend_functions(
             return in_bf16(
                 lambda q, k, v: attend_functions(in_half._replace(q=q, k=k, v=v), results), q, k, v
             )
-    if prepared.by_distance is not None and q.is_cuda:
+    if prepared.by_distance is not None and q.is_cuda and not request.batch_invariant:
         sizes = batch, heads, rows, k.shape[2 if heads_first else 1]
         if math.prod(sizes) >= MIN_SCORES:
             call = prepared.by_distance.call(call, sizes, deterministic)
@@ -108,16 +108,17 @@ def attend_functions(
         by_bits = not differentiate or has_gradient_kernels(q, v, terms)
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
     layout = scale_of(q, scale), False, False, heads_first, deterministic
+    options = options_of_terms(terms, request.batch_invariant)
     if differentiate and any([x.requires_grad for x in (q, k, v, *call.tensors)]):
         try:
-            return differentiable(call, layout, terms, results, q, k, v, *call.tensors)
+            return differentiable(call, layout, options, results, q, k, v, *call.tensors)
         except RuntimeError:  # of torch, if it cannot save a tensor of inference mode
             captured = tuple(map(saveable, call.tensors))
             if all(map(operator.is_, captured, call.tensors)):
                 raise
             call = replace(call, tensors=captured)
-            return differentiable(call, layout, terms, results, q, k, v, *captured)
-    return run_forward(call, layout, terms, q, k, v)
+            return differentiable(call, layout, options, results, q, k, v, *captured)
+    return run_forward(call, layout, options, q, k, v)
 
 
 def _on_shards(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,7 +328,9 @@ def _with_options(
     transposes = request.heads_first and not options.is_plain
     if transposes:
         q, k, v = transposed(q, k, v)
-    of_options = new_request(q, k, v, scale, causal, deterministic, precision, **asked)
+    of_options = new_request(
+        q, k, v, scale, causal, deterministic, precision, batch_invariant=request.batch_invariant, **asked
+    )
     if results is None:
         out, lse = attend(of_options)
     else:

@@ -39,7 +39,7 @@ class _Call(NamedTuple):
         lists: those of a BlockMask in the order of LISTS, without the last two if it has none of full blocks; [] without a BlockMask.
         blocks: its BLOCK_SIZE and seq_lengths; [] without one.
         score_mod, mask_mod: texts of Recording; the latter that of the BlockMask, if there is one.
-        scale, deterministic, precision, heads_first: as in Request.
+        scale, deterministic, precision, heads_first, batch_invariant: as in Request.
     """
 
     attn_bias: torch.Tensor | None
@@ -54,6 +54,7 @@ class _Call(NamedTuple):
     deterministic: bool
     precision: str | None
     heads_first: bool
+    batch_invariant: bool
 
     @property
     def functions(self) -> Functions:
@@ -66,13 +67,15 @@ class _Call(NamedTuple):
 
     def request(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Request:
         return new_request(
-            q, k, v, self.scale, False, self.deterministic, self.precision, heads_first=self.heads_first, functions=self.functions
+            q, k, v, self.scale, False, self.deterministic, self.precision, batch_invariant=self.batch_invariant,
+            heads_first=self.heads_first, functions=self.functions,
         )  # fmt: skip
 
 
 _ARGUMENTS = (
     "Tensor? attn_bias, Tensor[] captured, Tensor[] lists, SymInt[] ints, float[] floats, SymInt[] blocks, str score_mod, str mask_mod,"
-    " float scale, bool deterministic, str? precision, bool heads_first"
+    " float scale, bool deterministic, str? precision, bool heads_first,"
+    " bool batch_invariant"
 )
 
 
@@ -94,7 +97,7 @@ def attend_compiled(request: Request) -> Outputs:
     )
     texts = recording.text("score_mod", score_mod), recording.text("mask_mod", mask_mod)
     captured = recording.tensors, lists, recording.ints, recording.floats, blocks
-    others = scale_of(q, scale), deterministic, precision, request.heads_first
+    others = scale_of(q, scale), deterministic, precision, request.heads_first, request.batch_invariant
     return flex_op(q, k, v, attn_bias, *captured, *texts, *others)
 
 

@@ -22,7 +22,7 @@ from tl_attention.checks.common import (
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM, Precision
-from tl_attention.problem.options import Options
+from tl_attention.problem.options import options_of_terms
 from tl_attention.problem.request import new_request
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.torch_ops.attend import attend
@@ -89,7 +89,7 @@ def _kernel_like(
     run = _attend_base2
     if q.device.type != "cpu":
         check_device(q)
-        options = Options(parts=terms) if terms > 1 else None
+        options = options_of_terms(terms if terms > 1 else 0)
         run = functools.partial(_forward_in_bf16 if terms == 1 else launch.forward, options=options)
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +177,7 @@ def mha_bwd_interface(
     terms = check_precision(q, precision)
     if q.device.type == "cpu" or not has_gradient_kernels(q, v, terms):
         return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
-    options = Options(parts=terms) if terms > 1 else None
+    options = options_of_terms(terms if terms > 1 else 0)
     run = _backward_in_bf16 if terms == 1 else _backward
     scale = scale_of(q, sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()

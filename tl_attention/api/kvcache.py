@@ -12,7 +12,7 @@ from tl_attention import launch
 from tl_attention.api import flash
 from tl_attention.api.docstrings import complete
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.common import check_device, expect_bool, expect_scale
+from tl_attention.checks.common import check_device, check_splits, expect_bool, expect_scale
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.kvcache import (
     cache_capacity,
@@ -23,13 +23,13 @@ from tl_attention.checks.kvcache import (
     check_rotary,
     check_seqlen,
     check_sizes,
-    check_splits,
     check_workspace,
 )
 from tl_attention.checks.lengths import check_entries, check_positions, skips_check
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.launch.decode import DecodePlan
 from tl_attention.problem.options import (
+    BATCH_INVARIANT,
     SCHEMA,
     UNLIMITED,
     Cache,
@@ -37,7 +37,7 @@ from tl_attention.problem.options import (
     parse_options,
     writing,
 )
-from tl_attention.problem.request import Request, new_request
+from tl_attention.problem.request import Request, new_request, or_always
 from tl_attention.problem.target import H200_SMS, sm_count
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.torch_ops.attend import checked_options, options_again
@@ -120,7 +120,10 @@ def flash_attn_with_kvcache(
         num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. Not with
             batch_invariant.
         return_softmax_lse: also return the log-sum-exp.
-        batch_invariant: make the result of a sequence bitwise independent of the rest of the batch.
+        batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the batch, and those of
+            flash_attn_func and flash_attn_varlen_func with batch_invariant, but with ALiBi and multi-head latent attention
+            (docs/numerics.md). One CTA then reads all keys of a sequence and key head: slower where these are few and long.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         workspace: uint8, at least kvcache_workspace_bytes(..) long, for the partial results of splits. No other launch may use it at the
             same time. None: the call allocates it.
         check_lengths: for debugging: check the values of cache_seqlens, cache_batch_idx, cache_leftpad and block_table, that no
@@ -161,7 +164,7 @@ def flash_attn_with_kvcache(
     else:
         request = new_request(
             q, k_cache, v_cache, softmax_scale, causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-            learnable_sink=sink, num_splits=num_splits,
+            learnable_sink=sink, num_splits=num_splits, batch_invariant=batch_invariant,
         )  # fmt: skip
         if known is not None:
             options = options_again(request, known.options)
@@ -172,12 +175,10 @@ def flash_attn_with_kvcache(
         expect_scale("softmax_scale", softmax_scale)
         expect_bool("causal", causal)
         expect_bool("rotary_interleaved", rotary_interleaved)
-        check_splits(num_splits, batch_invariant)
         options = _checked_options(request)
         if workspace is not None:
             sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
-            device = q.device.index
-            needed = _workspace_bytes(sizes, num_splits, batch_invariant, device) if q.is_cuda else 0
+            needed = _workspace_bytes(sizes, options.num_splits, q.device.index) if q.is_cuda else 0
             check_workspace(q, workspace, needed)
         check_device_or_warn(q, traced)
 
@@ -201,13 +202,13 @@ def flash_attn_with_kvcache(
     if k is not None:
         append = _append_by_op if traced else _append
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, queries_move)
-    arguments = scale_of(q, softmax_scale), options, batch_invariant, workspace
+    arguments = scale_of(q, softmax_scale), options, workspace
     if traced:
         out, lse = _decode_by_op(q, cache, *arguments)
     else:
         out, lse = _decode(q, cache, *arguments, None if known is None else known.plan)
     if known is None and signature is not None:
-        plan = launch.decode_plan(q, cache, options, batch_invariant) if q.is_cuda else None
+        plan = launch.decode_plan(q, cache, options) if q.is_cuda else None
         takes_tensors = not (alibi_slopes is sink is None)
         launch.keep_call(signature, _KnownCall(options.without_tensors(), takes_tensors, plan))
     return (out, lse) if return_softmax_lse else out
@@ -245,15 +246,21 @@ def kvcache_workspace_bytes(
         "seqlen_cache": seqlen_cache,
     }
     check_sizes(sizes, device)
+    batch_invariant = or_always(batch_invariant)
     check_splits(num_splits, batch_invariant)
+    num_splits = BATCH_INVARIANT if batch_invariant else num_splits
     index = device if device is None or isinstance(device, int) else torch.device(device).index
-    return _workspace_bytes(tuple(sizes.values()), num_splits, batch_invariant, index)
+    return _workspace_bytes(tuple(sizes.values()), num_splits, index)
 
 
-def _workspace_bytes(
-    sizes: tuple[int, ...], num_splits: int, batch_invariant: bool, index: int | None
-) -> int:
-    """kvcache_workspace_bytes of checked arguments. sizes: the first six of them. index: of the GPU."""
+def _workspace_bytes(sizes: tuple[int, ...], num_splits: int, index: int | None) -> int:
+    """kvcache_workspace_bytes of checked arguments.
+
+    Args:
+        sizes: the first six of them.
+        num_splits: as in Options.
+        index: of the GPU.
+    """
     batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache = sizes
     if not (batch and seqlen_q and heads and seqlen_cache):
         return 0  # nothing to launch
@@ -261,7 +268,7 @@ def _workspace_bytes(
     if torch.cuda.is_available():
         sms = sm_count(torch.cuda.current_device() if index is None else index)
     return launch.decode_workspace_bytes(
-        batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant, seqlen_cache, sms
+        batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, seqlen_cache, sms
     )
 
 
@@ -328,7 +335,6 @@ def _decode(
     cache: Cache,
     softmax_scale: float,
     options: Options,
-    batch_invariant: bool,
     workspace: torch.Tensor | None,
     plan: DecodePlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,7 +343,7 @@ def _decode(
     if plan is not None:
         return plan(q, cache, softmax_scale, options, workspace)
     if q.is_cuda:
-        return launch.attend_cache(q, cache, softmax_scale, options, batch_invariant, workspace)
+        return launch.attend_cache(q, cache, softmax_scale, options, workspace)
     batch_idx, leftpad, starts = check_entries(q, cache)
     out, lse = kvcache_reference(
         q,
@@ -444,7 +450,7 @@ def _(
     "tl_attention::decode",
     mutates_args=("workspace",),
     device_types=("cuda", "cpu"),
-    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, float softmax_scale, bool batch_invariant,"
+    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, float softmax_scale,"
     f" Tensor(a!)? workspace, {SCHEMA}) -> (Tensor, Tensor)",
 )
 def decode_op(
@@ -453,9 +459,9 @@ def decode_op(
     """Attention to the keys in the cache."""
     if q.is_cuda:
         check_device(q)
-    of_cache, (scale, batch_invariant, workspace, *asked) = arguments[:CACHE_FIELDS], arguments[CACHE_FIELDS:]
+    of_cache, (scale, workspace, *asked) = arguments[:CACHE_FIELDS], arguments[CACHE_FIELDS:]
     options = parse_options(*asked) or _NO_OPTIONS
-    return _decode(q, _from_fields(k_cache, v_cache, *of_cache), scale, options, batch_invariant, workspace)
+    return _decode(q, _from_fields(k_cache, v_cache, *of_cache), scale, options, workspace)
 
 
 @decode_op.register_fake
@@ -491,8 +497,7 @@ def _decode_by_op(
     cache: Cache,
     softmax_scale: float,
     options: Options,
-    batch_invariant: bool,
     workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = softmax_scale, batch_invariant, workspace, *options.arguments()
+    arguments = softmax_scale, workspace, *options.arguments()
     return decode_op(q, cache.k, cache.v, *_fields(cache), *arguments)

@@ -15,6 +15,7 @@ import torch
 
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.options import (
+    ALWAYS_INVARIANT,
     GRADIENTS,
     MAX_SCALE,
     MAX_SOFTCAP,
@@ -39,6 +40,9 @@ OTHER_LAYOUT = {SEQLEN_FIRST: HEADS_FIRST, HEADS_FIRST: SEQLEN_FIRST}
 ONE_PER_SEQUENCE = "pass an entry per sequence"
 WIDER = "call torch.nn.functional.scaled_dot_product_attention for wider heads"
 NO_HINTS: Mapping[int, str] = MappingProxyType({})
+_FROM_ENVIRONMENT = (
+    "; TL_ATTENTION_BATCH_INVARIANT=1 sets batch_invariant in every call" if ALWAYS_INVARIANT else ""
+)
 # What to pass instead of a tensor of options of another shape
 _WANTED = {"rng_state": "pass a seed and an offset", "alibi_slopes": "pass a slope per head of q"}
 
@@ -506,6 +510,24 @@ def check_num_splits(num_splits: int) -> None:
         )
     if num_splits < 0:
         raise ValueError(f"num_splits: expected at least 0, with 0 for an automatic choice, got {num_splits}")
+
+
+def check_splits(num_splits: int, batch_invariant: bool, dropout_p: float = 0.0) -> None:
+    """Check the arguments that divide keys among CTAs, and that dropout is not asked for beside batch_invariant."""
+    check_num_splits(num_splits)
+    expect_bool("batch_invariant", batch_invariant)
+    if not batch_invariant:
+        return
+    if num_splits:
+        raise ValueError(
+            f"num_splits, batch_invariant: expected one of them, as batch_invariant fixes the splits, got {num_splits} and True; leave"
+            f" num_splits at 0{_FROM_ENVIRONMENT}"
+        )
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p: expected 0 with batch_invariant, as a dropout mask depends on the place in the batch, got {describe(dropout_p)};"
+            f" leave one of them out{_FROM_ENVIRONMENT}"
+        )
 
 
 def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:

@@ -22,7 +22,8 @@ BIAS_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.bool
 LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # of a BlockMask
 # Fields of a Request that a call with functions takes. Every other one must be off, that is, have its default
 TAKEN = {
-    "q", "k", "v", "softmax_scale", "deterministic", "precision", "lengths", "heads_first", "lse_base2", "functions", "enable_gqa",
+    "q", "k", "v", "softmax_scale", "deterministic", "precision", "batch_invariant", "lengths", "heads_first", "lse_base2", "functions",
+    "enable_gqa",
 }  # fmt: skip
 OPTIONS_OFF = {
     name: parameter.default

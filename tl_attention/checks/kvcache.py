@@ -14,9 +14,7 @@ from tl_attention.checks.common import (
     WIDER,
     cast_hint,
     check_cache_strides,
-    check_num_splits,
     describe,
-    expect_bool,
     expect_contiguous,
     expect_contiguous_last,
     expect_device,
@@ -227,17 +225,6 @@ def check_new_keys(
     if k.shape[1] > capacity:
         raise ValueError(
             f"k: expected at most {capacity} new keys, as a sequence has room for as many, got {k.shape[1]}; allocate a larger cache"
-        )
-
-
-def check_splits(num_splits: int, batch_invariant: bool) -> None:
-    """Check the arguments that divide keys among CTAs."""
-    expect_bool("batch_invariant", batch_invariant)
-    check_num_splits(num_splits)
-    if num_splits and batch_invariant:
-        raise ValueError(
-            f"num_splits, batch_invariant: expected one of them, as batch_invariant fixes the splits, got {num_splits} and True; leave"
-            " num_splits at 0"
         )
 
 

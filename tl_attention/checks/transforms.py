@@ -67,7 +67,7 @@ def check_jvp(q: torch.Tensor, v: torch.Tensor, options: Sequence[str]) -> None:
             f"q, k, v: expected bfloat16 or float16 in {FORWARD_MODE}, got float32; use torch.func.vjp, or ref_mha_fwd_interface"
         )
     if options:
-        names = ", ".join(PUBLIC_NAMES[name] for name in options)
+        names = ", ".join(PUBLIC_NAMES.get(name, name) for name in options)
         raise NotImplementedError(
             f"{names}: expected none in {FORWARD_MODE}, where flash_attn_func and mha_fwd_interface are plain or causal, got a value; leave"
             " it out, or use torch.func.vjp"

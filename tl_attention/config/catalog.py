@@ -157,6 +157,7 @@ def shipped_calls() -> list[CallKind]:
     found += _decodes([name for name in DECODE_OPTIONS if name != "window"])
     found += [CallKind(JVP, *pair) for pair in jvp_kernels()]
     found += _block_masks((DEFAULT_DTYPE,))
+    found += _batch_invariant((DEFAULT_DTYPE,))
     return list(dict.fromkeys(found))
 
 
@@ -164,7 +165,26 @@ def pack_calls() -> list[CallKind]:
     """Calls that launch every kernel of a whole pack: shipped_calls(), those of the option sets in [pack] of the grid, and block masks."""
     sets = configs.option_sets().items()
     found = (_of_set(tuple(options), section) for section, lines in sets for options in lines)
-    return list(dict.fromkeys([*shipped_calls(), *itertools.chain(*found), *_block_masks(HALF_DTYPES)]))
+    further = *itertools.chain(*found), *_block_masks(HALF_DTYPES), *_batch_invariant(HALF_DTYPES)
+    return list(dict.fromkeys([*shipped_calls(), *further]))
+
+
+def _batch_invariant(names: Iterable[str]) -> Iterator[CallKind]:
+    """Calls with batch_invariant: forwards without options, packed ones and those with keys in pages; decodes without options."""
+    forms = itertools.product(names, tile_widths("fwd"), (False, True), ((), ("varlen",)))
+    for dtype, width, causal, options in forms:
+        problem = AttnProblem(dtype, *width, causal, options)
+        config = configs.choose_invariant(problem).config
+        yield CallKind("fwd", problem, config)
+        if options:
+            yield from (CallKind(PAGED, problem, form) for form in config.paged_forms(problem))
+    for call in _decodes((), names):
+        if not call.config.v_in_k:  # latent attention has no forward
+            forward = AttnProblem.of(
+                call.problem.dtype, call.problem.head_dim, call.problem.head_dim_v, False
+            )
+            config = configs.invariant_decode_config(call.problem, call.config, forward)
+            yield replace(call, config=config)
 
 
 def _paged_of_lines() -> Iterator[CallKind]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_attention.config import gpus, legality
-from tl_attention.config.kernel_configs import BwdConfig, Config, DecodeConfig, FwdConfig
+from tl_attention.config.kernel_configs import PAGE_ROWS, BwdConfig, Config, DecodeConfig, FwdConfig
 from tl_attention.config.program_configs import features, traits
 from tl_attention.config.term_configs import TERM_STAGES
 from tl_attention.problem.attn_problem import (
@@ -24,13 +24,15 @@ from tl_attention.problem.attn_problem import (
     DIRECTIONS,
     FEW_BUCKET,
     HALF_DTYPES,
+    INVARIANT_BUCKET,
+    OPTION_ARGUMENTS,
     OPTIONS,
     PART_OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
     tuning_key,
 )
-from tl_attention.problem.target import DEFAULT_GPU, gpu_slug
+from tl_attention.problem.target import DEFAULT_GPU, SMEM_LIMIT, gpu_slug
 
 # Sections of a tuned table that serve a direction, best first
 PACKAGE = Path(__file__).parents[1]
@@ -369,6 +371,26 @@ def decode_config(problem: AttnProblem, rows: int, page_rows: int = 0) -> Decode
     return replace(few if rows <= 64 else many, page_rows=page_rows)
 
 
+def invariant_decode_config(problem: AttnProblem, config: DecodeConfig, forward: AttnProblem) -> DecodeConfig:
+    """The config of a batch_invariant decode: that of the call, with the key blocks of a batch_invariant forward.
+
+    Args:
+        problem: of the decode.
+        forward: the forward of the same head dims and options.
+    """
+    block_N = choose_invariant(forward).config.block_N
+    # A copy of 64 rows does not divide blocks of 80 and 96 keys
+    page_rows = config.page_rows if block_N % max(config.page_rows, 1) == 0 else PAGE_ROWS[1]
+    found = (
+        replace(
+            config, block_N=block_N, num_stages=n, page_rows=page_rows, ctas_per_sm=1, batch_invariant=True
+        )
+        for n in range(config.num_stages, 0, -1)
+    )
+    limit = SMEM_LIMIT - legality.BARRIER_BYTES
+    return next(one for one in found if legality.smem_bytes(problem, one) <= limit)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The config that serves a problem, and why."""
@@ -395,6 +417,8 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
     """The choice for a problem on a GPU: the user's tuned row, the shipped one, a row of the nearest GPU with a table, the default of
     the grid. With options, which tuned rows do not have, a line of [options].
     """
+    if bucket == INVARIANT_BUCKET:
+        return choose_invariant(problem)
     if problem.options or problem.program:
         return _choose_option_line(problem, bucket, direction)
     own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
@@ -424,6 +448,24 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
         return Choice(config, source, tuple(misses))
     table = "options" if of_options else "programs"
     raise AssertionError(f"no [{table}.{problem.tile_class}] line serves {problem}")
+
+
+def choose_invariant(problem: AttnProblem) -> Choice:
+    """The choice for a forward whose bits may not depend on the batch: the key blocks of packed sequences, whatever the lengths.
+
+    So a query has the same key blocks in a dense batch, in packed sequences and with keys in pages. Its row max follows its own scores:
+    when it is held depends on the tile. The number of queries per tile is free.
+    """
+    packed = tuple(name for name in OPTION_ARGUMENTS if problem.has(name) or name == "varlen")
+    served = problem if problem.program else replace(problem, options=packed)
+    choice = _choose_option_line(served, INVARIANT_BUCKET, "fwd")
+    config = choice.config
+    if not problem.options and not problem.program:
+        plain = default_config(
+            problem
+        )  # d64: 192 queries, 1.08 to 1.24 times as fast as 128 (H200, 2026-11-29)
+        config = plain if plain.block_N == config.block_N else config
+    return replace(choice, config=replace(config.without_hold_max(), batch_invariant=True))
 
 
 def choose_from_tables(

@@ -58,6 +58,8 @@ class FwdConfig:
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
     # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
     term_stages: int = 0
+    # A query's bits follow from its own keys: not with hold_max, split and stream-K. See configs.choose_invariant()
+    batch_invariant: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -74,7 +76,7 @@ class FwdConfig:
             words.append(f"q{self.q_stages}")
         if self.kv_stages != KV_STAGES:
             words.append(f"kv{self.kv_stages}")
-        flags = "ping_pong", "split", "hold_max"
+        flags = "ping_pong", "split", "hold_max", "batch_invariant"
         words += [name.replace("_", "-") for name in flags if getattr(self, name)]
         if self.term_stages:
             words.append(f"terms{self.term_stages}")
@@ -410,6 +412,8 @@ class DecodeConfig:
     page_rows: int = 0  # one of PAGE_ROWS
     ctas_per_sm: int = 2
     v_in_k: bool = False  # V is the first columns of K: V is not loaded, and warpgroups divide its columns
+    # The operations of a batch_invariant forward, on its key blocks and in its order, from the last block on. Keys are not split
+    batch_invariant: bool = False
 
     @property
     def divides_columns(self) -> bool:
@@ -445,7 +449,7 @@ class DecodeConfig:
     def __str__(self) -> str:
         text = f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_per_sm}"
         pages = f" pages {self.page_rows}" if self.page_rows else ""
-        return f"{text}{pages}{' v-in-k' if self.v_in_k else ''}"
+        return f"{text}{pages}{' v-in-k' * self.v_in_k}{' batch-invariant' * self.batch_invariant}"
 
 
 def page_rows(page_size: int) -> int:

@@ -316,6 +316,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"kv_stages: expected 1, 2 or 3, got {config.kv_stages}"
     if fault := _table_fault(problem, "block_M", config.block_M):
         return fault
+    if config.batch_invariant and (config.hold_max or config.split or config.schedule == "stream-K"):
+        return "batch_invariant: expected False with hold_max, split or stream-K, in which other queries change bits, got True"
     if config.hold_max and problem.is_listed and not problem.program.bits:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
     if fault := _listed_fault(problem, config.block_M, config.block_N):

@@ -15,7 +15,7 @@ from tl_attention.checks.fp32 import check_precision
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations import torch_masks
 from tl_attention.integrations.torch_masks import with_strides_of
-from tl_attention.problem.options import Options, canonical_window
+from tl_attention.problem.options import DEFAULT_SPLITS, Options, canonical_window
 from tl_attention.problem.request import new_request
 from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.ops import run_backward_op
@@ -316,6 +316,7 @@ def flash_backward(
     """aten::_flash_attention_backward: gradients of flash_forward."""
     causal, window = canonical_window(is_causal, (window_size_left, window_size_right))
     options = Options(
+        num_splits=DEFAULT_SPLITS,
         parts=check_precision(query, None),
         window=window,
         dropout_p=dropout_p,
@@ -402,7 +403,9 @@ def sdpa_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """aten::_scaled_dot_product_flash_attention_backward: gradients of sdpa_forward."""
     state = philox_seed.view(torch.int64) if dropout_p else None
-    options = Options(dropout_p=dropout_p, rng_state=state, parts=check_precision(query, None))
+    options = Options(
+        num_splits=DEFAULT_SPLITS, dropout_p=dropout_p, rng_state=state, parts=check_precision(query, None)
+    )
     heads_first = _heads_are_outer(query)
     tensors = grad_out, query, key, value, out
     if not heads_first:

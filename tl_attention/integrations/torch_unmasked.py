@@ -12,7 +12,7 @@ from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_BATCH, MAX_LENGTH
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
-from tl_attention.problem.options import MAX_SCALE, Options
+from tl_attention.problem.options import DEFAULT_SPLITS, MAX_SCALE, Options
 from tl_attention.problem.request import new_request
 from tl_attention.problem.target import is_hopper
 from tl_attention.torch_ops.attend import attend
@@ -103,5 +103,5 @@ def backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     call = scale, causal, False, False, deterministic
-    grads = run_backward_op((*tensors, lse), None, call, Options(parts=terms))
+    grads = run_backward_op((*tensors, lse), None, call, Options(num_splits=DEFAULT_SPLITS, parts=terms))
     return tuple(grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")

@@ -110,10 +110,13 @@ class BwdPlan:
                 "longest": queries_of_tile(options.max_seqlen_q_rounded, 1, options),
                 "longest_rows": options.longest_rounded,
             }
+        may_share = not (deterministic and options is not None and options.batch_invariant)
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
         gpu = kernels.problem.element_bytes, costs, self.device
         lengths, width = (seqlen_q, seqlen_k), head_dim + head_dim_v
-        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, **of_sequences)
+        sizes = BwdSizes(
+            batch, heads, heads_kv, *lengths, width, *gpu, queries, **of_sequences, may_share=may_share
+        )
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)

@@ -22,7 +22,7 @@ from tl_attention.config.kernel_configs import (
 )
 from tl_attention.launch.common import build_ahead, compile_config, dtype_name, find_config
 from tl_attention.launch.traced import backward_call
-from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.attn_problem import FAR, AttnProblem
 from tl_attention.problem.options import Options
 from tl_attention.problem.program import Call
 
@@ -61,6 +61,8 @@ def kernel_key(
     head, seq = (-3, -2) if heads_first else (-2, -3)
     longest = options.max_seqlen_k if packed else k.shape[seq]
     queries = q.shape[seq] if q.dtype == torch.float32 and not packed else 0
+    if deterministic and options is not None and options.batch_invariant:  # one config for all lengths
+        longest, queries = FAR, min(queries, 1) * FAR
     bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest, partial, queries)
     # The log-sum-exp already contains the sink: no kernel is compiled for it
     names = () if options is None else tuple(name for name in options.names if name != "sink")

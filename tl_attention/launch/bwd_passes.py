@@ -191,6 +191,9 @@ class BwdSizes:
     tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
     longest: int = 0  # queries of the longest of packed sequences
     longest_rows: int = 0  # of queries or keys of the longest, whatever a window hides
+    may_share: bool = (
+        True  # CTAs may share a key tile: how many do depends on the batch, and so does the order of sums
+    )
 
     @property
     def heads_per_kv(self) -> int:
@@ -278,9 +281,11 @@ class KeyBuffers:
         shares_last = not (problem.has("window") or problem.is_listed or all_or_none)
         self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
         key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
-        self.sharers, self.heads_per_sharer, self.whole = pass_sharers(
-            config, key_tiles, *by_queries, shares_last
-        )
+        if sizes.may_share:
+            shares = pass_sharers(config, key_tiles, *by_queries, shares_last)
+        else:
+            shares = 1, sizes.heads_per_kv, tiles if config.is_stream_k else 0
+        self.sharers, self.heads_per_sharer, self.whole = shares
         # Every tile leaves in fp32, at least as one partial
         if config.is_stream_k and problem.has("partial") and self.whole:
             self.sharers, self.whole = 1, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,11 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     decode_problem,
 )
-from tl_attention.problem.options import Cache, Options, as_stored
+from tl_attention.problem.options import BATCH_INVARIANT, Cache, Options, as_stored
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence
-INVARIANT_KEYS = 1024  # keys per split with batch_invariant
+INVARIANT_KEYS = 1024  # keys per split of a batch_invariant decode that no forward has the bits of
 TILE_ROWS = 64  # rows per consumer warpgroup
 
 # Place of the sink in the values of options
@@ -46,17 +47,18 @@ def _query_rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
     return seqlen_q * (heads // heads_kv)
 
 
-def _split_rule(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
+def _split_rule(num_splits: int, config: DecodeConfig, capacity: int) -> int:
     """Split rule of kernels/decode/work.py: 0: all keys are divided evenly among CTAs; n > 0: splits of n key blocks; -n: n splits.
 
     Args:
+        num_splits: as in Options.
         capacity: maximum number of keys per sequence.
     """
-    if num_splits > 0:
+    if num_splits != BATCH_INVARIANT:
         return -min(num_splits, MAX_SPLITS)
-    if batch_invariant:
-        return max(INVARIANT_KEYS // block_N, -(-capacity // (block_N * MAX_SPLITS)))
-    return 0
+    if config.batch_invariant:
+        return -1
+    return max(INVARIANT_KEYS // config.block_N, -(-capacity // (config.block_N * MAX_SPLITS)))
 
 
 def _launch_sizes(
@@ -68,7 +70,7 @@ def _launch_sizes(
     if split_rule == 0:
         return m_blocks, ctas, ctas + items, ctas
     splits = -split_rule if split_rule < 0 else -(-capacity // (config.block_N * split_rule))
-    return m_blocks, ctas, items * max(splits, 1), items
+    return m_blocks, ctas, items * splits if splits > 1 else 1, items  # one split is the whole result
 
 
 def decode_workspace_bytes(
@@ -78,7 +80,6 @@ def decode_workspace_bytes(
     heads_kv: int,
     head_dim_v: int,
     num_splits: int,
-    batch_invariant: bool,
     seqlen_cache: int,
     sms: int,
 ) -> int:
@@ -87,6 +88,7 @@ def decode_workspace_bytes(
     It holds the partial outputs of splits and their log-sum-exps, fp32, and the list of those to merge.
 
     Args:
+        num_splits: as in Options.
         seqlen_cache: maximum number of keys per sequence.
     """
     rows = _query_rows(seqlen_q, heads, heads_kv)
@@ -96,7 +98,9 @@ def decode_workspace_bytes(
             continue
         problem = AttnProblem(DEFAULT_DTYPE, *width, False)
         config = configs.decode_config(problem, rows)
-        rule = _split_rule(num_splits, batch_invariant, seqlen_cache, config.block_N)
+        if num_splits == BATCH_INVARIANT and not config.v_in_k:
+            config = replace(config, batch_invariant=True)
+        rule = _split_rule(num_splits, config, seqlen_cache)
         *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)
         partial_numbers = config.warpgroups * min(rows, TILE_ROWS) * (config.columns(problem) + 1)
         most = max(most, 4 * (slots * partial_numbers + entries * MERGE_NUMBERS))
@@ -106,7 +110,7 @@ def decode_workspace_bytes(
 class DecodePlan:
     """Launch plan of a decode: everything that follows from tensor metadata and from which options are on. Serves one thread."""
 
-    def __init__(self, q: torch.Tensor, cache: Cache, options: Options, batch_invariant: bool):
+    def __init__(self, q: torch.Tensor, cache: Cache, options: Options):
         k, v = cache.k, cache.v
         self.device = q.device.index
         batch, seqlen_q, heads, head_dim = q.shape
@@ -117,13 +121,16 @@ class DecodePlan:
         page_size = k.shape[1]
         rows_per_copy = page_rows(page_size) if paged else 0
         config = configs.decode_config(problem, rows, rows_per_copy)
+        if options.batch_invariant and not config.v_in_k:
+            forward = AttnProblem.of(problem.dtype, head_dim, self.head_dim_v, False, options=options.names)
+            config = configs.invariant_decode_config(problem, config, forward)
         compiled = compile_config(problem, config)
         self.kernel, combine = compiled[problem, config], compiled[config.combine(problem)]
 
         capacity = page_size
         if paged:
             capacity *= cache.block_table.shape[1]
-        rule = _split_rule(options.num_splits, batch_invariant, capacity, config.block_N)
+        rule = _split_rule(options.num_splits, config, capacity)
         m_blocks, ctas, slots, entries = _launch_sizes(
             config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
         )
@@ -217,37 +224,35 @@ def attend_cache(
     cache: Cache,
     softmax_scale: float,
     options: Options,
-    batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
     Args:
         options: window, softcap, num_splits, alibi_slopes and sink only. A causal mask is a window whose right bound is 0. num_splits are
-            those of a sequence; 0: all keys are divided evenly among the CTAs.
-        batch_invariant: give splits a fixed number of keys, so that the result of a sequence does not depend on the others.
+            those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one, computed as a forward does.
         workspace: uint8 [decode_workspace_bytes()]; None: the call allocates it.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
     if not q.numel() or not cache.k.numel() or not cache.v.numel():
         return _attend_nothing(q, cache.v.shape[3], options)
-    plan = decode_plan(q, cache, options, batch_invariant)
+    plan = decode_plan(q, cache, options)
     if plan is None:
-        plan = DecodePlan(q, cache, options, batch_invariant)
-        plan_cache.keep(_plan_key(q, cache, options, batch_invariant), plan)
+        plan = DecodePlan(q, cache, options)
+        plan_cache.keep(_plan_key(q, cache, options), plan)
     return plan(q, cache, softmax_scale, options, workspace)
 
 
-def decode_plan(q: torch.Tensor, cache: Cache, options: Options, batch_invariant: bool) -> DecodePlan | None:
+def decode_plan(q: torch.Tensor, cache: Cache, options: Options) -> DecodePlan | None:
     """Cached plan for tensors with this metadata, or None."""
-    return plan_cache.plans.get(_plan_key(q, cache, options, batch_invariant))
+    return plan_cache.plans.get(_plan_key(q, cache, options))
 
 
-def _plan_key(q: torch.Tensor, cache: Cache, options: Options, batch_invariant: bool) -> tuple:
+def _plan_key(q: torch.Tensor, cache: Cache, options: Options) -> tuple:
     k, v, table = cache.k, cache.v, cache.block_table
     return (
-        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), options.names, options.num_splits, batch_invariant,
+        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), options.names, options.num_splits,
         None if table is None else table.shape[1],
         isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
     )  # fmt: skip

@@ -42,13 +42,14 @@ from tl_attention.launch.terms import AttentionTiles, halves, terms_launch
 from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.problem.attn_problem import (
+    INVARIANT_BUCKET,
     MAX_SPLITS,
     SPLIT_BUCKET,
     TABLE_ROWS,
     AttnProblem,
     length_bucket,
 )
-from tl_attention.problem.options import Options, as_stored, writing
+from tl_attention.problem.options import BATCH_INVARIANT, Options, as_stored, writing
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import sm_count
 
@@ -121,6 +122,8 @@ def _splits_and_bucket(
     """
     packed = options is not None and options.varlen
     num_splits = 0 if options is None else options.num_splits
+    if num_splits == BATCH_INVARIANT:
+        return 1, INVARIANT_BUCKET
     if packed:
         num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, costs)
     if added or num_splits == 1:

@@ -209,7 +209,7 @@ def _saves_time_under_causal_mask(
 
 
 def packed_splits(options: Options, total_q: int, total_k: int, heads: int, costs: Costs) -> int:
-    """Number of splits for packed sequences: num_splits, else key_splits of the upper bounds of their lengths."""
+    """Number of splits for packed sequences: num_splits, else key_splits of the upper bounds of their lengths; or BATCH_INVARIANT."""
     if options.num_splits:
         return min(options.num_splits, MAX_SPLITS)
     batch = options.cu_seqlens_q.shape[0] - 1

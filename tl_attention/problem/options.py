@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ import torch
 from tl_attention.problem.attn_problem import OPTION_ARGUMENTS, length_bucket
 
 UNLIMITED = -1
+BATCH_INVARIANT = -1  # num_splits of a call whose bits may not depend on the rest of the batch
+ALWAYS_INVARIANT = os.environ.get("TL_ATTENTION_BATCH_INVARIANT") == "1"  # every call is one
+DEFAULT_SPLITS = BATCH_INVARIANT if ALWAYS_INVARIANT else 0
 MAX_WINDOW = 2**30  # above any length, and far from the end of int32
 # Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. Within these
 # limits all results are finite in fp32; otherwise a query whose first keys are masked would get NaN
@@ -84,7 +88,8 @@ class Options:
         dropout_p: probability of dropping an attention weight; kept weights are divided by 1 - dropout_p. Rounded to a multiple of
             1/256, at least 1/256 if > 0. lse is computed before dropout.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths in cu_seqlens, used by the schedule only.
-        num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem.
+        num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem; BATCH_INVARIANT: none
+            do, and config and order of keys are those of any batch and length.
         parts: bf16 terms per element of fp32 tensors, see problem.PRECISIONS; 0 for tensors of another dtype.
         rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
@@ -146,9 +151,16 @@ class Options:
         return self.cu_seqlens_q is not None
 
     @property
+    def batch_invariant(self) -> bool:
+        return self.num_splits == BATCH_INVARIANT
+
+    @property
     def on(self) -> tuple[str, ...]:
-        """Fields that make the call other than plain or causal attention with default splits."""
-        return tuple(name for name, default in _SWITCHES if self._has(name, default))
+        """What makes the call other than plain or causal attention with default splits: fields, and batch_invariant."""
+        found = tuple(name for name, default in _SWITCHES if self._has(name, default))
+        return tuple(
+            "batch_invariant" if name == "num_splits" and self.batch_invariant else name for name in found
+        )
 
     @property
     def is_off(self) -> bool:
@@ -193,7 +205,7 @@ class Options:
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Part of a launch plan's key, without the splits of packed sequences."""
-        names = *self.names, self.parts, self.window_keys
+        names = *self.names, self.parts, self.window_keys, self.batch_invariant
         if self.varlen:
             return *names, self.cu_seqlens_q.shape[0], length_bucket(self.max_seqlen_k)
         return *names, self.num_splits
@@ -343,9 +355,11 @@ def parse_options(*arguments: object) -> Options | None:
 
 
 @functools.cache
-def options_of_terms(terms: int) -> Options | None:
-    """Options of a launch that has no other ones: bf16 terms per fp32 element; None for 0."""
-    return Options(parts=terms) if terms else None
+def options_of_terms(terms: int, batch_invariant: bool = ALWAYS_INVARIANT) -> Options | None:
+    """Options of a launch that has no other ones: bf16 terms per fp32 element, and batch_invariant; None if both are off."""
+    if not (terms or batch_invariant):
+        return None
+    return Options(num_splits=BATCH_INVARIANT if batch_invariant else 0, parts=terms)
 
 
 def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[bool, tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.problem.attn_problem import Precision
+from tl_attention.problem.options import ALWAYS_INVARIANT
 
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -24,6 +25,7 @@ class Request(NamedTuple):
         heads_first: q, k and v are [batch, heads, seqlen, head_dim]; else [batch, seqlen, heads, head_dim], with lengths [total, heads,
             head_dim].
         lse_base2: the log-sum-exp is wanted in base 2; else natural.
+        batch_invariant: the bits of a query's result may not depend on the rest of the batch.
         lengths: of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k.
         functions: score_mod, mask_mod, block_mask, attn_bias of flex_attention; None: there are none.
         enable_gqa: of a call with functions: k and v may have fewer heads than q.
@@ -43,6 +45,7 @@ class Request(NamedTuple):
     learnable_sink: torch.Tensor | None
     rng_state: torch.Tensor | None
     num_splits: int
+    batch_invariant: bool
     lengths: tuple[Any, ...] | None
     heads_first: bool
     lse_base2: bool
@@ -52,6 +55,11 @@ class Request(NamedTuple):
 
 _new = tuple.__new__  # half the time of a call of the class
 _is_compiling = torch.compiler.is_compiling
+
+
+def or_always(batch_invariant: bool) -> bool:
+    """batch_invariant of a call, or of the environment."""
+    return ALWAYS_INVARIANT if batch_invariant is False else batch_invariant
 
 
 def new_request(
@@ -69,6 +77,7 @@ def new_request(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     num_splits: int = 0,
+    batch_invariant: bool = False,
     lengths: tuple[Any, ...] | None = None,
     heads_first: bool = False,
     lse_base2: bool = False,
@@ -77,7 +86,7 @@ def new_request(
 ) -> Request:
     fields = (
         q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, alibi_slopes, learnable_sink,
-        rng_state, num_splits, lengths, heads_first, lse_base2, functions, enable_gqa,
+        rng_state, num_splits, or_always(batch_invariant), lengths, heads_first, lse_base2, functions, enable_gqa,
     )  # fmt: skip
     # torch.compile knows the class of a named tuple in all versions
     return Request(*fields) if _is_compiling() else _new(Request, fields)

@@ -15,14 +15,15 @@ from tl_attention.checks.common import (
     check_deterministic,
     check_fwd,
     check_lengths,
-    check_num_splits,
     check_options,
+    check_splits,
     describe,
     is_dtensor,
 )
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
 from tl_attention.launch import kept_call
 from tl_attention.problem.options import (
+    BATCH_INVARIANT,
     GRADIENTS,
     MAX_SCALE,
     PER_HEAD,
@@ -77,14 +78,14 @@ def attend(request: Request) -> Outputs:
     """
     (
         q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, slopes, sink, rng_state, num_splits,
-        lengths, heads_first, lse_base2, _, _,
+        batch_invariant, lengths, heads_first, lse_base2, _, _,
     ) = request  # fmt: skip
     known = signature = None
     if (
         type(q) is type(k) is type(v) is _Tensor
         and not is_traced()
         and q.is_cuda
-        and type(causal) is type(deterministic) is bool
+        and type(causal) is type(deterministic) is type(batch_invariant) is bool
         and (
             softmax_scale is None
             or (type(softmax_scale) is float and -MAX_SCALE <= softmax_scale <= MAX_SCALE)
@@ -105,7 +106,7 @@ def attend(request: Request) -> Outputs:
                 q.shape, q.stride(), q.dtype, q.get_device(),
                 k.shape, k.stride(), k.dtype, k.get_device(),
                 v.shape, v.stride(), v.dtype, v.get_device(),
-                causal, heads_first, left, right, softcap, dropout_p, num_splits,
+                causal, heads_first, left, right, softcap, dropout_p, num_splits, batch_invariant,
                 type(left), type(right), type(softcap), type(dropout_p), type(num_splits), precision, facts,
             )  # fmt: skip
             known = kept_call(signature)
@@ -231,7 +232,7 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
         max_seqlens = [
             n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
         ]
-    check_num_splits(request.num_splits)
+    check_splits(request.num_splits, request.batch_invariant, dropout_p)
     window_size, softcap = request.window_size, request.softcap
     may_be_fp32 = q.dtype == torch.float32 or request.precision is not None
     tensors = {name: getattr(request, PUBLIC_NAMES[name]) for name in TENSOR_RULES}
@@ -243,7 +244,7 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
         dropout_p=float(dropout_p),
         max_seqlen_q=max_seqlens[0],
         max_seqlen_k=max_seqlens[1],
-        num_splits=request.num_splits,
+        num_splits=BATCH_INVARIANT if request.batch_invariant else request.num_splits,
         parts=check_precision(q, request.precision) if may_be_fp32 else 0,
         rng_state=_state_of_dropout(request) if dropout_p else None,
         cu_seqlens_q=cu_seqlens_q,

@@ -14,23 +14,23 @@ from tl_attention.checks.flex import (
     no_second_order,
 )
 from tl_attention.checks.fp32 import has_gradient_kernels
-from tl_attention.problem.options import options_of_terms
+from tl_attention.problem.options import Options
 from tl_attention.problem.program import Call
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
 
 
 def run_forward(
-    call: Call, layout: tuple, terms: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: Call, layout: tuple, options: Options | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by the kernels, on the CPU by the reference.
 
     Args:
         layout: fields of options.Call.
-        terms: as in Options.
+        options: terms and splits alone; None: default splits of tensors that are not fp32.
     """
     scale, _, _, heads_first, deterministic = layout
     if q.is_cuda:
-        others = {"options": options_of_terms(terms), "traced": call, "deterministic": deterministic}
+        others = {"options": options, "traced": call, "deterministic": deterministic}
         return launch.forward(q, k, v, scale, False, False, heads_first, **others)
     out, lse = flex_reference(*((q, k, v) if heads_first else transposed(q, k, v)), scale, call)
     out = out.to(q.dtype)
@@ -45,14 +45,14 @@ class _Flex(torch.autograd.Function):
         ctx: Any,
         call: Call,
         layout: tuple[Any, ...],
-        terms: int,
+        options: Options | None,
         results: tuple[torch.Tensor, torch.Tensor] | None,
         *inputs: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """inputs: q, k, v, captured tensors. layout, terms: as in run_forward(). results: as in attend_functions()."""
+        """inputs: q, k, v, captured tensors. layout, options: as in run_forward(). results: as in attend_functions()."""
         q, k, v, *_ = inputs
-        out, lse = run_forward(call, layout, terms, q, k, v) if results is None else results
-        ctx.asked = call.program, call.numbers, call.blocks, layout, terms
+        out, lse = run_forward(call, layout, options, q, k, v) if results is None else results
+        ctx.asked = call.program, call.numbers, call.blocks, layout, options
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
         return out, lse
@@ -60,7 +60,7 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        program, numbers, blocks, layout, terms = ctx.asked
+        program, numbers, blocks, layout, options = ctx.asked
         scale, _, _, heads_first, deterministic = layout
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
@@ -69,8 +69,8 @@ class _Flex(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
-        if q.is_cuda and has_gradient_kernels(q, v, terms):
-            others = {"options": options_of_terms(terms), "traced": call}
+        if q.is_cuda and has_gradient_kernels(q, v, 0 if options is None else options.parts):
+            others = {"options": options, "traced": call}
             modes = False, False, heads_first, deterministic, dlse
             found = launch.backward(dout, q, k, v, out, lse, scale, *modes, **others)
         else:

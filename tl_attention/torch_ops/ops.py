@@ -226,7 +226,8 @@ def _launch_backward(
     *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tensors = dout, q, k, v, out, lse
-    if options is None or not (options.names or options.parts):  # num_splits matters to the forward only
+    # Splits matter to the forward alone
+    if options is None or not (options.names or options.parts or options.batch_invariant):
         return launch.backward(*tensors, *layout, deterministic, dlse)
     grads = launch.backward(*tensors, *layout, deterministic, dlse, options=options)
     of_q = options.cu_seqlens_q, options.seqused_q

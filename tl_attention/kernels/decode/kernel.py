@@ -30,7 +30,7 @@ from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
 from tl_attention.kernels.seams.pipeline import TileRing, sync_warpgroup
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
-from tl_attention.kernels.seams.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
+from tl_attention.kernels.seams.softmax import LAZY_GROWTH, LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.sources.pages import CachePages
 from tl_attention.kernels.sources.tiles import packed
 from tl_attention.problem.attn_problem import DECODE_ARGUMENTS, AttnProblem
@@ -152,6 +152,11 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             return pipeline.sync_consumers(WARPGROUP * config.warpgroups)
         return sync_warpgroup(w)
 
+    def first_key(segment: Segment, i: Any) -> Any:
+        """First key of the i-th key block of a segment."""
+        block = segment.steps[0] - 1 - i if config.batch_invariant else i
+        return (segment.start_block[0] + block) * block_N
+
     def own_columns(w: Any) -> slice:
         """Columns of O that a warpgroup computes."""
         first = config.first_column(problem, w)
@@ -252,7 +257,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         start_qk(me, smem)
         T.wait_wgmma(0)
         smem.K.release(segment.step[0])
-        weigh(me, segment.start_block[0] * block_N, segment.length[0], smem.rows, arguments)
+        weigh(me, first_key(segment, 0), segment.length[0], smem.rows, arguments)
         T.copy(me.acc_s, me.P)
         T.clear(me.acc_o)
         for i in rolled(segment.steps[0] - 1):
@@ -260,8 +265,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             start_pv(me, smem)
             T.wait_wgmma(1)  # S is complete
             smem.K.release(segment.step[0] + 1)
-            first_key = (segment.start_block[0] + 1 + i) * block_N
-            weigh(me, first_key, segment.length[0], smem.rows, arguments)
+            weigh(me, first_key(segment, 1 + i), segment.length[0], smem.rows, arguments)
             T.wait_wgmma(0)  # O is complete, and P free
             smem.V.release(segment.step[0])
             T.copy(me.acc_s, me.P)
@@ -282,8 +286,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             T.wait_wgmma(0)
             if not v_in_k:
                 smem.K.release(segment.step[0])
-            first_key = (segment.start_block[0] + i) * block_N
-            weigh(me, first_key, segment.length[0], smem.rows, arguments)
+            weigh(me, first_key(segment, i), segment.length[0], smem.rows, arguments)
             T.copy(me.acc_s, me.P)
             me.softmax.rescale((me.acc_o,))
             start_pv(me, smem)
@@ -298,7 +301,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     def add_sink(me, lse, sink_lse, sinks):
         """Add the sink to the row sum: lse = log2(2^lse + 2^sink), and scale O accordingly.
 
-        OnlineSoftmax.finish(sink=) is not used: it takes one sink per tile, and a partial must not contain the sink.
+        OnlineSoftmax.finish(sink=) is not used, as a partial must not contain the sink.
         """
         for i in T.Parallel(64):
             sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
@@ -357,9 +360,13 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         scores = Scores(problem, arguments.options, arguments.softmax_scale)
         raw_scale = T.max(T.abs(arguments.softmax_scale) * LOG2E, SMALLEST_SCALE)
         # growth 0: the largest weight of a row is 1, which P holds exactly
-        softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2, growth=0.0)
+        growth = LAZY_GROWTH if config.batch_invariant else 0.0
+        scale_log2 = raw_scale if scores.raw else scores.scale_log2
+        softmax = OnlineSoftmax(block_N, scale_log2, growth, rounds_alike=config.batch_invariant)
         segment = Segment(smem.segments)
         me = Consumer(w, segment, acc_s, P, acc_o, scores, softmax)
+        # A whole item gets its sink as in a forward; a partial must not contain it, see add_sink()
+        sink_of_row = rows.sink_of(w) if config.batch_invariant and problem.has("sink") else None
         sign = T.alloc_var("float32", init=1.0)
         if scores.raw:  # the row max is a maximum of raw scores, so a negative scale becomes -Q and |scale|
             if arguments.softmax_scale < 0:
@@ -381,11 +388,11 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 attend_overlapped(me, smem, arguments)
             else:
                 attend(me, smem, arguments)
-            softmax.finish(lse, 1.0)
+            softmax.finish(lse, 1.0, sink_of_row)
             softmax.scale_rows((acc_o,))
 
             if segment.field("parts") == 1:
-                if problem.has("sink"):
+                if problem.has("sink") and not config.batch_invariant:
                     add_sink(me, lse, sink_lse, rows.sinks)
                 store_result(me, lse, rows, arguments)
             else:
@@ -447,7 +454,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 )
             )
             segments = SegmentBox(consumer_warps)
-            rows = RowTables(problem, config.warpgroups)
+            rows = RowTables(problem, config.warpgroups, sink_unit=1.0 if config.batch_invariant else LOG2E)
             smem = DecodeTiles(Q_shared, K_ring, V_ring, segments, rows)
             ranges = KeyRanges(Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity)
             pages = CachePages(Table, page_size, num_pages, stride_k, stride_v)

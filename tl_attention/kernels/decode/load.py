@@ -110,7 +110,9 @@ class KeyLoader:
 
     @T.inline
     def load(self, i, work):
-        """Load key block i of the segment, the next of the CTA."""
+        """Load key block i of the segment, the next of the CTA; batch_invariant counts from the last block."""
+        if self.config.batch_invariant:
+            i = work.steps[0] - 1 - i
         first_key = (work.start_block[0] + i) * self.config.block_N
         if self.config.page_rows:
             self.load_from_pages(i, first_key, work)
@@ -128,12 +130,19 @@ class KeyLoader:
     def load_from_pages(self, i, first_key, work):
         page_rows = self.config.page_rows
         copies = tuple(range(self.config.block_N // page_rows))
-        if i * len(copies) % 32 == 0:
+        if (
+            self.config.batch_invariant
+        ):  # whole blocks per lookup, as 5 or 6 copies of a block do not divide 32
+            per_lookup = 32 // len(copies)
+            block = i % per_lookup
+            if (block == per_lookup - 1) | (i == work.steps[0] - 1):
+                self.lookup.read(work.b[0], first_key - block * self.config.block_N, work.length[0])
+        elif i * len(copies) % 32 == 0:
             self.lookup.read(work.b[0], first_key, work.length[0])
         for source in self.sources:
             source.ring.wait_empty(self.step[0])
         for copy in copies:
-            lane = i * len(copies) % 32 + copy
+            lane = (block * len(copies) if self.config.batch_invariant else i * len(copies) % 32) + copy
             self.row[0] = FAR - T.shfl_sync(self.lookup.rows_left[0], lane)
             self.page[0] = T.shfl_sync(self.lookup.page[0], lane)
             for source in self.sources[

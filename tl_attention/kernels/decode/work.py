@@ -11,6 +11,7 @@ combine.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ import tilelang.language as T
 
 from tl_attention.kernels.seams.pipeline import sync_warpgroup
 from tl_attention.kernels.seams.roles import WARPGROUP
-from tl_attention.kernels.seams.softmax import LOG2E
 from tl_attention.problem.attn_problem import AttnProblem
 
 # Bits of the kernel argument `present`: which optional tensors a launch has
@@ -356,12 +356,13 @@ class Segment:
 class RowTables:
     """Tables [warpgroups, 64] in shared memory of the rows of a query tile. A row is one query of one head; adjacent rows share a query."""
 
-    def __init__(self, problem: AttnProblem, warpgroups: int, name: str = "rows"):
+    def __init__(self, problem: AttnProblem, warpgroups: int, sink_unit: float, name: str = "rows"):
+        self.sink_unit = sink_unit  # 1 for natural sinks, log2(e) for base 2
         self.queries = T.alloc_shared([warpgroups, 64], "int32")
         self.heads = T.alloc_shared([warpgroups, 64], "int32")
         self.diagonals = T.alloc_shared([warpgroups, 64], "int32")  # last key under a causal mask
         self.slopes = T.alloc_shared([warpgroups, 64], "float32") if problem.has("alibi") else None
-        self.sinks = T.alloc_shared([warpgroups, 64], "float32") if problem.has("sink") else None  # base 2
+        self.sinks = T.alloc_shared([warpgroups, 64], "float32") if problem.has("sink") else None
 
     @T.inline
     def fill(self, w, segment, seqlen_q, heads_per_kv, options):
@@ -379,4 +380,8 @@ class RowTables:
             if self.slopes is not None:
                 self.slopes[w, thread] = options.Slopes[segment.b[0], self.heads[w, thread]]
             if self.sinks is not None:
-                self.sinks[w, thread] = options.Sink[self.heads[w, thread]] * LOG2E
+                self.sinks[w, thread] = options.Sink[self.heads[w, thread]] * self.sink_unit
+
+    def sink_of(self, w: Any) -> Callable[[Any], Any]:
+        """Function from a row of warpgroup w to its sink."""
+        return lambda i: self.sinks[w, i]

@@ -39,6 +39,11 @@ def rows_layout():
     )
 
 
+def of_row(value, i):
+    """A value of row i: a number for all rows, or a function from a row."""
+    return value(i) if callable(value) else value
+
+
 @T.meta_class
 class OnlineSoftmax:
     """Row max and row sum of score tiles [64, block_N], one tile after another.
@@ -49,6 +54,8 @@ class OnlineSoftmax:
     may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a
         warpgroup, whatever its scores.
     sums_directly: steps that hold the row max add to the sums of all steps, not to a sum of their own first.
+    rounds_alike: row max times scale is rounded before it is added. Else the compiler makes an FMA of both, or not, in each kernel by
+        itself.
     """
 
     def __init__(
@@ -58,10 +65,11 @@ class OnlineSoftmax:
         growth: float = LAZY_GROWTH,
         may_hold_zero: bool = False,
         sums_directly: bool = False,
+        rounds_alike: bool = False,
         name: str = "softmax",
     ):
         self.block_N, self.scale_log2, self.growth = block_N, scale_log2, growth
-        self.sums_directly = sums_directly
+        self.sums_directly, self.rounds_alike = sums_directly, rounds_alike
         self.at_zero = T.alloc_var("int32", init=0) if may_hold_zero else None
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
@@ -150,7 +158,13 @@ class OnlineSoftmax:
         """Exponent of 2 of a score of row i. at_zero: see update()."""
         if at_zero:
             return score
-        return score * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
+        return score * self.scale_log2 - self.scaled(self.score_max(i, shift))
+
+    def scaled(self, row_max):
+        """A row max in base 2."""
+        if self.rounds_alike:
+            return T.call_extern("float32", "__fmul_rn", row_max, self.scale_log2)
+        return row_max * self.scale_log2
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""
@@ -190,17 +204,17 @@ class OnlineSoftmax:
     def finish(self, lse, lse_unit, sink=None):
         """Set row_scale to the factors that divide O by the row sums, and lse = log2(sum of exp2) * lse_unit; without keys 0 and -inf.
 
-        sink: score in natural units, added to the row sum; None: no sink.
+        sink: score in natural units, added to the row sum, or a function from a row to it; None: no sink.
         """
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
         if sink is not None:
             for i in T.Parallel(
                 64, loop_layout=rows_layout()
             ):  # relative to a maximum that includes the sink
-                self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
-                self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
+                self.row_max_prev[i] = T.max(self.scaled(self.row_max[i]), of_row(sink, i) * LOG2E)
+                self.row_scale[i] = T.exp2(self.scaled(self.row_max[i]) - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
-                    sink * LOG2E - self.row_max_prev[i]
+                    of_row(sink, i) * LOG2E - self.row_max_prev[i]
                 )
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 lse[i] = (T.log2(self.row_sum[i]) + self.row_max_prev[i]) * lse_unit
@@ -209,7 +223,7 @@ class OnlineSoftmax:
                 )
         else:
             for i in T.Parallel(64, loop_layout=rows_layout()):
-                lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
+                lse[i] = (T.log2(self.row_sum[i]) + self.scaled(self.row_max[i])) * lse_unit
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
 

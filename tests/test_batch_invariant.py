@@ -1,0 +1,392 @@
+"""batch_invariant: the same bits of a query in whatever batch, chunk, cache and pages, and of its sequence's gradients."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tl_attention import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    flex_attention,
+)
+from tl_attention.api.block_masks import create_block_mask
+from tl_attention.config import configs, legality
+from tl_attention.config.catalog import _decodes
+from tl_attention.problem.attn_problem import (
+    HALF_DTYPES,
+    INVARIANT_BUCKET,
+    OPTIONS,
+    AttnProblem,
+    tile_widths,
+)
+
+gpu = pytest.mark.gpu
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# head_dim, head_dim_v
+HEAD_DIMS = (
+    (64, 64),
+    (128, 128),
+    (256, 256),
+    (192, 128),
+    (96, 96),
+    (80, 80),
+    (192, 192),
+    (128, 64),
+    (40, 32),
+)
+PAGES = (16, 64, 128)
+OPTION_SETS = (
+    {"causal": True},
+    {"causal": True, "window_size": (300, 0)},
+    {"causal": True, "softcap": 20.0},
+    {"causal": True, "sink": True},
+    {"causal": True, "window_size": (200, 0), "sink": True},
+    {"causal": True, "window_size": (300, 0), "softcap": 20.0},
+    {"causal": True, "alibi": True},
+    {},
+)
+
+
+# Configs
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_key_blocks_are_those_of_packed_sequences_in_every_form(dtype):
+    names = [name for name in OPTIONS if name not in ("varlen", "placed", "added", "partial", "dropout")]
+    for width, number in itertools.product(tile_widths("fwd", dtype), range(len(names) + 1)):
+        for options in itertools.combinations(names, number):
+            causal = "window" not in options
+            found = set()
+            for form in (options, (*options, "varlen")):
+                form = tuple(name for name in OPTIONS if name in form)
+                problem = AttnProblem(dtype, *width, causal, form)
+                config, _ = configs.pick_config(problem, INVARIANT_BUCKET, "NVIDIA H200")
+                assert config.schedule != "stream-K" and not config.split and not config.hold_max
+                every = [config, *config.paged_forms(problem)] if "varlen" in form else [config]
+                assert [legality.fault(problem, one) for one in every] == [None] * len(every)
+                found |= {one.block_N for one in every}
+            assert len(found) == 1, (width, options)
+
+
+def test_decodes_have_the_key_blocks_of_the_forward():
+    for options in ((), ("sink",), ("softcap",)):
+        for call in _decodes(options):
+            if call.config.v_in_k:
+                continue
+            problem = call.problem
+            forward = AttnProblem.of(
+                problem.dtype, problem.head_dim, problem.head_dim_v, False, options=options
+            )
+            config = configs.invariant_decode_config(problem, call.config, forward)
+            assert config.block_N == configs.choose_invariant(forward).config.block_N
+            assert config.block_N % max(config.page_rows, 1) == 0 and config.batch_invariant
+            assert legality.smem_bytes(problem, config) + legality.BARRIER_BYTES <= 227 * 1024
+
+
+# Arguments
+
+
+def _small(**changes):
+    return [torch.zeros(1, 8, 2, 64, requires_grad=True) for _ in "qkv"], changes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got 1"),
+        ({"batch_invariant": True, "num_splits": 2}, ValueError, "num_splits, batch_invariant: expected one of them"),
+        ({"batch_invariant": True, "dropout_p": 0.1}, ValueError, "dropout_p: expected 0 with batch_invariant"),
+        ({"num_splits": -1}, ValueError, "num_splits: expected at least 0"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(options, error, text):
+    q = torch.zeros(1, 8, 2, 64)
+    with pytest.raises(error, match=text):
+        flash_attn_func(q, q, q, **options)
+
+
+def test_every_function_takes_it_on_the_cpu():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 8, 2, 64).bfloat16().unbind()
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    out = flash_attn_func(q, k, v)
+    on = {"batch_invariant": True}
+    mask = create_block_mask(lambda b, h, x, y: x < 99, None, None, 8, 8, device="cpu")
+    flex = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, **on).transpose(1, 2)
+    for same in (
+        flash_attn_func(q, k, v, **on),
+        flash_attn_func(q, k, v, score_mod=lambda s, b, h, x, y: s + 0 * x, **on),
+        flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **on),
+        flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **on),
+        flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 8, 8, **on)[None],
+        flash_attn_with_kvcache(q, k, v, **on),
+        flex,
+    ):
+        torch.testing.assert_close(same, out)
+    with pytest.raises(TypeError, match="batch_invariant: expected a bool, got 'yes'"):
+        flex_attention(q, k, v, batch_invariant="yes")
+
+
+def test_the_environment_asks_for_it_in_every_call():
+    code = """if True:
+        import torch, tl_attention
+        from tl_attention.torch_ops import attend
+        from tl_attention.problem.options import BATCH_INVARIANT, options_of_terms
+        seen, checked = [], attend.checked_options
+        attend.checked_options = lambda *x: seen.append(checked(*x)) or seen[-1]
+        q = torch.zeros(1, 2, 8, 64)
+        tl_attention.mha_fwd_interface(q, q, q, 1.0, False)
+        tl_attention.flash_attn_func(q, q, q)
+        assert [x.num_splits for _, x in seen] == [BATCH_INVARIANT] * 2
+        assert options_of_terms(0).batch_invariant
+        try:
+            tl_attention.flash_attn_func(q, q, q, dropout_p=0.1)
+        except ValueError as error:
+            assert "TL_ATTENTION_BATCH_INVARIANT=1" in str(error)
+        else:
+            raise AssertionError
+    """
+    import os
+
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=os.environ | {"TL_ATTENTION_BATCH_INVARIANT": "1"}
+    )
+
+
+# Bits on a GPU
+
+
+class Sequences:
+    """Packed sequences of drawn lengths, and their result as a training forward has it: all in one packed call.
+
+    Attributes:
+        lengths: (queries, keys) of each sequence; in a causal call as many, so that a query sees the same keys in any chunk.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype, head_dims: tuple[int, int], options: dict):
+        self.random = random.Random(seed)
+        self.heads_kv = self.random.choice((1, 2, 3))
+        self.heads = self.heads_kv * self.random.choice((1, 2, 4, 7))
+        count = self.random.randint(1, 5)
+        self.lengths = [
+            self.random.choice((1, 2, self.random.randint(1, 140), self.random.randint(1, 1500)))
+            for _ in range(count)
+        ]
+        generator = torch.Generator("cuda").manual_seed(seed)
+        scale = self.random.choice((0.3, 1.0, 3.0))
+
+        def tensor(heads: int, columns: int) -> torch.Tensor:
+            sizes = sum(self.lengths), heads, columns
+            return torch.randn(sizes, generator=generator, device="cuda", dtype=dtype)
+
+        self.q = tensor(self.heads, head_dims[0]) * scale
+        self.k, self.v = (tensor(self.heads_kv, columns) for columns in head_dims)
+        self.options = {"batch_invariant": True, **options}
+        if self.options.pop("sink", False):
+            self.options["learnable_sink"] = torch.linspace(-1, 3, self.heads, device="cuda")
+        if self.options.pop("alibi", False):
+            self.options["alibi_slopes"] = torch.logspace(-1, -4, self.heads, 2.0, device="cuda")
+        self.starts = list(itertools.accumulate(self.lengths, initial=0))
+        self.out, self.lse = self.packed(range(count))
+
+    def rows(self, i: int) -> slice:
+        return slice(self.starts[i], self.starts[i + 1])
+
+    def packed(self, chosen, longest: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [total, heads, columns], lse [heads, total]) of some sequences in one call."""
+        rows = torch.cat([torch.arange(self.starts[i], self.starts[i + 1]) for i in chosen]).cuda()
+        ends = _ints([0, *itertools.accumulate(self.lengths[i] for i in chosen)])
+        longest = longest or max(self.lengths[i] for i in chosen)
+        q, k, v = (x[rows] for x in (self.q, self.k, self.v))
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, ends, ends, longest, longest, return_attn_probs=True, **self.options
+        )
+        return out, lse
+
+    def check(self, results: tuple[torch.Tensor, torch.Tensor], chosen, what: str) -> None:
+        """The results of the last queries of sequences have the bits of the packed call."""
+        out, lse = results
+        wanted = torch.cat([self.out[self.rows(i)] for i in chosen])
+        assert torch.equal(out, wanted), (
+            f"{what}: out of {(out != wanted).any(-1).any(-1).nonzero().flatten().tolist()[:9]}"
+        )
+        wanted = torch.cat([self.lse[:, self.rows(i)] for i in chosen], 1)
+        assert torch.equal(lse, wanted), (
+            f"{what}: lse of {(lse != wanted).any(0).nonzero().flatten().tolist()[:9]}"
+        )
+
+    def rearranged(self) -> None:
+        """In another order, in part, alone, with another bound of the lengths, in a dense batch."""
+        everyone = list(range(len(self.lengths)))
+        some = self.random.sample(everyone, self.random.randint(1, len(everyone)))
+        self.check(self.packed(some, self.random.choice((0, 4096, 40000))), some, f"sequences {some}")
+        i = self.random.choice(everyone)
+        dense = [x[self.rows(i)][None].expand(3, *([-1] * 3)) for x in (self.q, self.k, self.v)]
+        out, lse, _ = flash_attn_func(*dense, return_attn_probs=True, **self.options)
+        for b in (0, 2):
+            self.check((out[b], lse[b]), [i], f"dense {i}")
+
+    def in_chunks(self) -> None:
+        """A sequence in chunks of any sizes, its keys in pages or not."""
+        i = self.random.randrange(len(self.lengths))
+        length, page = self.lengths[i], self.random.choice((0, *PAGES))
+        cuts = sorted(self.random.sample(range(1, length), min(self.random.randint(0, 5), length - 1)))
+        q, k, v = (x[self.rows(i)] for x in (self.q, self.k, self.v))
+        results = []
+        for first, last in itertools.pairwise((0, *cuts, length)):
+            ends = _ints([0, last - first])
+            if page:
+                (k_pages, v_pages), table = _pages((k, v), page, self.random)
+                lengths = ends, None, last - first, length
+                how = {"block_table": table, "seqused_k": _ints([last])}
+                keys = k_pages, v_pages
+            else:
+                lengths, how, keys = (ends, _ints([0, last]), last - first, last), {}, (k[:last], v[:last])
+            out, lse, _ = flash_attn_varlen_func(
+                q[first:last], *keys, *lengths, return_attn_probs=True, **how, **self.options
+            )
+            results.append((out, lse))
+        out, lse = torch.cat([x for x, _ in results]), torch.cat([x for _, x in results], 1)
+        self.check((out, lse), [i], f"chunks {cuts} of {length}, pages of {page}")
+
+    def decoded(self) -> None:
+        """Each sequence by its last queries against a cache of keys, with others, in pages or not."""
+        queries = min(self.random.choice((1, 1, 2, 5, 16, 40)), *self.lengths)
+        page = self.random.choice((0, *PAGES))
+        order = self.random.sample(range(len(self.lengths)), len(self.lengths))
+        cut = [self.random.randint(queries, self.lengths[i]) for i in order]  # as many keys are in the cache
+        room = -(-max(cut) // 128) * 128
+        caches = []
+        for x in (self.k, self.v):
+            cache = torch.full((len(order), room, *x.shape[1:]), torch.nan, dtype=x.dtype, device="cuda")
+            for b, (i, keys) in enumerate(zip(order, cut, strict=True)):
+                cache[b, :keys] = x[self.rows(i)][:keys]
+            caches.append(cache)
+        how = {}
+        if page:
+            tables = []
+            flat = [x.flatten(0, 1) for x in caches]
+            caches, table = _pages(flat, page, self.random)
+            tables = table.view(len(order), -1)
+            how["block_table"] = tables.contiguous()
+        q = torch.stack([self.q[self.rows(i)][n - queries : n] for i, n in zip(order, cut, strict=True)])
+        out, lse = flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=_ints(cut), return_softmax_lse=True, **how, **self.options
+        )
+        for b, (i, n) in enumerate(zip(order, cut, strict=True)):
+            first = self.starts[i] + n - queries
+            rows, what = slice(first, first + queries), f"decode of {queries} at {n}, pages of {page}"
+            assert torch.equal(out[b], self.out[rows]), what
+            assert torch.equal(lse[b], self.lse[:, rows]), what
+
+
+def _ints(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def _pages(tensors, page: int, chance: random.Random) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Tensors [rows, heads, columns] as pages [pages, page, heads, columns] in a drawn order, and the table [1, pages] of their places."""
+    count = -(-tensors[0].shape[0] // page)
+    places = chance.sample(range(count + 3), count)
+    found = []
+    for x in tensors:
+        pages = torch.full((count + 3, page, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device)
+        rows = torch.zeros((count * page, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        rows[: x.shape[0]] = x
+        pages[places] = rows.unflatten(0, (count, page))
+        found.append(pages)
+    return found, _ints([places])
+
+
+@gpu
+@pytest.mark.parametrize("options", OPTION_SETS, ids=lambda x: "-".join(x) or "full")
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda x: f"d{x[0]}-{x[1]}")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_batch_chunks_pages_or_phase(dtype, head_dims, options, draws):
+    for seed in range(draws):
+        sequences = Sequences(seed, DTYPES[dtype], head_dims, options)
+        sequences.rearranged()
+        if options and "alibi" not in options:  # without a causal mask a chunk sees other keys
+            sequences.in_chunks()
+            sequences.decoded()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_of_a_call_do_not_choose_the_kernel(dtype):
+    """14/2 heads, d64, 19802 keys, 9 and 10 queries: vllm-project/vllm#51902."""
+    q, k, v = (torch.randn(19802, heads, 64, device="cuda", dtype=DTYPES[dtype]) for heads in (14, 2, 2))
+    found = []
+    for queries in (9, 10, 64, 300):
+        ends, keys = _ints([0, queries]), _ints([0, 19802])
+        out = flash_attn_varlen_func(
+            q[-queries:], k, v, ends, keys, queries, 19802, causal=True, batch_invariant=True
+        )
+        found.append(out[-9:])
+        decoded = flash_attn_with_kvcache(
+            q[None, -queries:], k[None], v[None], causal=True, batch_invariant=True
+        )
+        found.append(decoded[0, -9:])
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@gpu
+@pytest.mark.parametrize("options", OPTION_SETS, ids=lambda x: "-".join(x) or "full")
+@pytest.mark.parametrize("head_dims", HEAD_DIMS[:4], ids=lambda x: f"d{x[0]}-{x[1]}")
+def test_deterministic_gradients_of_a_sequence_do_not_depend_on_the_others(head_dims, options):
+    for seed in range(3):
+        one = Sequences(seed, torch.bfloat16, head_dims, options)
+        one.options["deterministic"] = True
+        dout = torch.randn_like(one.out)
+
+        def gradients(chosen, one=one, dout=dout):
+            rows = torch.cat([torch.arange(one.starts[i], one.starts[i + 1]) for i in chosen]).cuda()
+            ends = _ints([0, *itertools.accumulate(one.lengths[i] for i in chosen)])
+            longest = max(one.lengths[i] for i in chosen)
+            inputs = [x[rows].requires_grad_() for x in (one.q, one.k, one.v)]
+            out = flash_attn_varlen_func(*inputs, ends, ends, longest, longest, **one.options)
+            return torch.autograd.grad(out, inputs, dout[rows])
+
+        everyone = list(range(len(one.lengths)))
+        together = gradients(everyone)
+        for chosen in ([i] for i in everyone):
+            for name, x, all_rows in zip("qkv", gradients(chosen), together, strict=True):
+                assert torch.equal(x, all_rows[one.rows(chosen[0])]), (
+                    f"d{name} of sequence {chosen} of {one.lengths}"
+                )
+        i = one.random.choice(everyone)
+        dense = [x[one.rows(i)][None].expand(4, -1, -1, -1).clone() for x in (one.q, one.k, one.v)]
+        found = []
+        for batch in (1, 4):
+            inputs = [x[:batch].clone().requires_grad_() for x in dense]
+            out = flash_attn_func(*inputs, **one.options)
+            found.append(torch.autograd.grad(out, inputs, dout[one.rows(i)][None].expand(batch, -1, -1, -1)))
+        for name, alone, batched in zip("qkv", *found, strict=True):
+            assert torch.equal(alone[0], batched[3]), f"d{name} of a dense batch, {one.lengths[i]} rows"
+
+
+@gpu
+def test_flex_entries_do_not_depend_on_the_batch():
+    q, k, v = (torch.randn(5, 4, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = create_block_mask(lambda b, h, x, y: (x >= y) & (y % 7 != 3), None, None, 700, 700, device="cuda")
+    mods = {"score_mod": lambda s, b, h, x, y: s + 0.01 * (x - y).abs()}
+    for how in ({"block_mask": mask}, mods, {"block_mask": mask, **mods}):
+        out = flex_attention(q, k, v, batch_invariant=True, **how)
+        for b in (0, 4):
+            alone = flex_attention(*(x[b : b + 1] for x in (q, k, v)), batch_invariant=True, **how)
+            assert torch.equal(alone[0], out[b])
+
+
+@pytest.fixture
+def draws(request) -> int:
+    """Batches per case: 3, with --all-kernels 60."""
+    return 60 if request.config.getoption("--all-kernels", default=False) else 3

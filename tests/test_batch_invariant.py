@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     tile_widths,
 )
+from tl_attention.tuning import question
 
 gpu = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,11 +94,21 @@ def test_decodes_have_the_key_blocks_of_the_forward():
             assert legality.smem_bytes(problem, config) + legality.BARRIER_BYTES <= 227 * 1024
 
 
+def test_tools_name_the_config():
+    for words, wanted in (
+        ("d64 causal batch_invariant", "192x128 dynamic q2 ping-pong batch-invariant"),
+        ("d128 batch_invariant varlen", "128x128 dynamic q2 batch-invariant"),
+        ("d128 batch_invariant decode page_size=64", "decode 1x128x2x1 pages 64 batch-invariant"),
+    ):
+        asked = question.parse(words.split())
+        first, *_ = question.answer(asked, *(asked.directions or ["fwd"]), question.gpu_of("H200"))
+        assert first.name == wanted and "batch_invariant" in first.asked
+        assert "all with batch_invariant" in "".join(question.legend([first])) or "decode" in words
+    with pytest.raises(ValueError, match="bucket: expected none with batch_invariant"):
+        question.parse(["d64", "4k", "batch_invariant"])
+
+
 # Arguments
-
-
-def _small(**changes):
-    return [torch.zeros(1, 8, 2, 64, requires_grad=True) for _ in "qkv"], changes
 
 
 @pytest.mark.parametrize(
@@ -155,8 +167,6 @@ def test_the_environment_asks_for_it_in_every_call():
         else:
             raise AssertionError
     """
-    import os
-
     subprocess.run(
         [sys.executable, "-c", code], check=True, env=os.environ | {"TL_ATTENTION_BATCH_INVARIANT": "1"}
     )

@@ -13,6 +13,7 @@ from tl_attention.problem.attn_problem import (
     BUCKETS,
     FAR,
     FEW_BUCKET,
+    INVARIANT_BUCKET,
     SPLIT_BUCKET,
     length_bucket,
 )
@@ -124,6 +125,8 @@ def option_buckets(direction: str, options: Iterable[str]) -> tuple[str, ...]:
 
 def calls_of(direction: str, bucket: str) -> str:
     """The calls of a bucket of a direction, in words."""
+    if bucket == INVARIANT_BUCKET:
+        return "all with batch_invariant"
     if bucket not in BUCKETS:
         return next(line for line in _lines(direction) if line.name == bucket).calls
     number = BUCKETS.index(bucket)

@@ -459,13 +459,11 @@ def choose_invariant(problem: AttnProblem) -> Choice:
     packed = tuple(name for name in OPTION_ARGUMENTS if problem.has(name) or name == "varlen")
     served = problem if problem.program else replace(problem, options=packed)
     choice = _choose_option_line(served, INVARIANT_BUCKET, "fwd")
-    config = choice.config
-    if not problem.options and not problem.program:
-        plain = default_config(
-            problem
-        )  # d64: 192 queries, 1.08 to 1.24 times as fast as 128 (H200, 2026-11-29)
-        config = plain if plain.block_N == config.block_N else config
-    return replace(choice, config=replace(config.without_hold_max(), batch_invariant=True))
+    plain = default_config(problem)
+    if not problem.options and not problem.program and plain.block_N == choice.config.block_N:
+        # d64: 192 queries, 1.08 to 1.24 times as fast as 128 (H200, 2026-11-29)
+        choice = Choice(plain, f"fwd default of {data_dir() / 'grid.toml'}")
+    return replace(choice, config=replace(choice.config.without_hold_max(), batch_invariant=True))
 
 
 def choose_from_tables(

@@ -191,9 +191,8 @@ class BwdSizes:
     tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
     longest: int = 0  # queries of the longest of packed sequences
     longest_rows: int = 0  # of queries or keys of the longest, whatever a window hides
-    may_share: bool = (
-        True  # CTAs may share a key tile: how many do depends on the batch, and so does the order of sums
-    )
+    # CTAs may share a key tile. How many do depends on the batch, and with it the order of sums
+    may_share: bool = True
 
     @property
     def heads_per_kv(self) -> int:

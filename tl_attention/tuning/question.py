@@ -36,6 +36,7 @@ from tl_attention.problem.attn_problem import (
     DTYPES,
     FAR,
     FEW_BUCKET,
+    INVARIANT_BUCKET,
     MAX_HEAD_DIM,
     OPTIONS,
     SPLIT_BUCKET,
@@ -69,6 +70,7 @@ class Question:
     sizes: dict[str, int] = field(default_factory=dict)
     directions: list[str] = field(default_factory=list)  # passes named among the words
     window: tuple[int, ...] = ()  # of window=127 or window=127,0
+    batch_invariant: bool = False
 
     @property
     def window_keys(self) -> int | None:
@@ -82,8 +84,8 @@ class Question:
     def words(self) -> str:
         """The problem as it was asked: bf16 d100 causal window."""
         options = (option for option in OPTIONS if option in self.options)
-        mask = MASKS[self.causal]
-        return " ".join((DTYPES[self.dtype].short, width_words(*self.head_dims), mask, *options))
+        words = [DTYPES[self.dtype].short, width_words(*self.head_dims), MASKS[self.causal], *options]
+        return " ".join(words + ["batch_invariant"] * self.batch_invariant)
 
 
 def width_words(head_dim: int, head_dim_v: int) -> str:
@@ -119,6 +121,8 @@ def parse(words: Sequence[str]) -> Question:
         elif word in MASKS:
             once("mask", word)
             question.causal = word == "causal"
+        elif word == "batch_invariant":
+            question.batch_invariant = True
         elif word in NAMED_BUCKETS:
             once("bucket", word)
             question.bucket = word
@@ -141,6 +145,10 @@ def parse(words: Sequence[str]) -> Question:
             raise ValueError(f"WORD: expected {accepted_words()}; got {word!r}")
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
+    if question.bucket and question.batch_invariant:
+        raise ValueError(
+            f"bucket: expected none with batch_invariant, which has its own, got {question.bucket}"
+        )
     if question.bucket and "seqlen_k" in question.sizes:
         raise ValueError(
             f"bucket: expected a bucket or seqlen_k, which chooses it, got {question.bucket} and {given['seqlen_k']}"
@@ -176,14 +184,23 @@ def _close_word(word: str) -> str | None:
     if value.isdecimal() and (sizes := difflib.get_close_matches(name, SIZES, 1, 0.65)):
         return f"{sizes[0]}={value}"
     dtypes = (name for dtype in DTYPES.values() for name in (dtype.short, dtype.name))
-    known = [*dtypes, *MASKS, *PASSES, *NAMED_BUCKETS, *OPTIONS, *(f"{size}=N" for size in SIZES), "d192-128"]
+    known = [
+        *dtypes,
+        *MASKS,
+        *PASSES,
+        *NAMED_BUCKETS,
+        *OPTIONS,
+        "batch_invariant",
+        *(f"{size}=N" for size in SIZES),
+        "d192-128",
+    ]
     return next(iter(difflib.get_close_matches(word, known, 1, 0.65)), None)
 
 
 def accepted_words() -> str:
     return (
         f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
-        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), "
+        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), batch_invariant, "
         f"a bucket ({', '.join(NAMED_BUCKETS)}), sizes ({', '.join(f'{name}=N' for name in SIZES)}) "
         f"or passes ({', '.join(PASSES)})"
     )
@@ -284,7 +301,7 @@ def legend(answers: Iterable[Answer]) -> Iterator[str]:
         found |= {bucket: calls_of(one.direction, bucket) for bucket in one.buckets}
     if found:
         yield "Buckets of calls, the first that fits:" if len(found) > 1 else "Bucket of calls:"
-    order = [bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS)]
+    order = [*NAMED_BUCKETS, INVARIANT_BUCKET]
     for bucket in sorted(found, key=lambda name: (name in BUCKETS, order.index(name))):
         yield f"  {bucket}: {found[bucket]}"
 
@@ -358,6 +375,10 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
 def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu) -> Sequence[str]:
     """The buckets a question is about: the one it names, those that its sizes leave possible, or all."""
     known, sizes = option_buckets(direction, problem.options), question.sizes
+    if question.batch_invariant and direction != "bwd":  # gradients keep their bits if they are deterministic
+        return (
+            [INVARIANT_BUCKET] if direction == "fwd" else _buckets_of_heads(question, problem, direction, FAR)
+        )
     if question.bucket:
         if question.bucket not in known:
             raise ValueError(
@@ -369,11 +390,7 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         return _with_window(question, problem, found) if direction == "fwd" else found
     seqlen_k = sizes["seqlen_k"]
     if direction != "fwd":
-        seqlen_q = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
-        known_heads = {"heads", "heads_kv"} <= sizes.keys()
-        heads = [(sizes["heads"], sizes["heads_kv"])] if known_heads else [(1, 1), (2, 1)]
-        found = [bwd_bucket(direction == "bwd_det", *pair, seqlen_k, seqlen_q=seqlen_q) for pair in heads]
-        return list(dict.fromkeys(found))
+        return _buckets_of_heads(question, problem, direction, seqlen_k)
     if "varlen" in question.options:  # buckets by queries serve no packed sequences
         return [length_bucket(seqlen_k), SPLIT_BUCKET]
     from tl_attention.launch import splits
@@ -385,6 +402,16 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         ways = [splits.sharing_bucket(heads, seqlen_q, seqlen_k, costs, shares)]
     found = [bucket_of("fwd", Facts(seqlen_q, seqlen_k, seqlen_k, sharing=way)) for way in ways]
     return _with_window(question, problem, found)
+
+
+def _buckets_of_heads(question: Question, problem: AttnProblem, direction: str, seqlen_k: int) -> list[str]:
+    """Buckets of a backward with so many keys: those of as many and of more query heads than key heads, where the words leave it open."""
+    sizes = question.sizes
+    seqlen_q = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
+    known = {"heads", "heads_kv"} <= sizes.keys()
+    heads = [(sizes["heads"], sizes["heads_kv"])] if known else [(1, 1), (2, 1)]
+    found = [bwd_bucket(direction == "bwd_det", *pair, seqlen_k, seqlen_q=seqlen_q) for pair in heads]
+    return list(dict.fromkeys(found))
 
 
 def _with_window(question: Question, problem: AttnProblem, found: Sequence[str]) -> list[str]:
@@ -411,5 +438,9 @@ def _answer_decode(question: Question) -> Iterator[Answer]:
         few = number <= configs.DECODE_ROWS[0]
         which = "at most 64" if few else "more than 64"
         source = f"[decode] {problem.width} of {grid}, for {which} rows per key head"
+        if question.batch_invariant and not config.v_in_k:
+            forward = AttnProblem.of(question.dtype, *question.head_dims, False, options=problem.options)
+            config = configs.invariant_decode_config(problem, config, forward)
+            source += ", with the key blocks of the forward"
         found, why = (str(config), config, source, (), ""), _reasons(question, problem)
         yield Answer(DECODE, str(problem), (), "", *found, question.words, why)

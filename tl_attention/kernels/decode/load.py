@@ -130,19 +130,19 @@ class KeyLoader:
     def load_from_pages(self, i, first_key, work):
         page_rows = self.config.page_rows
         copies = tuple(range(self.config.block_N // page_rows))
-        if (
-            self.config.batch_invariant
-        ):  # whole blocks per lookup, as 5 or 6 copies of a block do not divide 32
-            per_lookup = 32 // len(copies)
-            block = i % per_lookup
-            if (block == per_lookup - 1) | (i == work.steps[0] - 1):
+        first_lane = i * len(copies) % 32
+        if self.config.batch_invariant:
+            # From the last block of a lookup on, and whole blocks per lookup, as 5 or 6 copies of a block do not divide 32
+            block = i % (32 // len(copies))
+            first_lane = block * len(copies)
+            if (block == 32 // len(copies) - 1) | (i == work.steps[0] - 1):
                 self.lookup.read(work.b[0], first_key - block * self.config.block_N, work.length[0])
         elif i * len(copies) % 32 == 0:
             self.lookup.read(work.b[0], first_key, work.length[0])
         for source in self.sources:
             source.ring.wait_empty(self.step[0])
         for copy in copies:
-            lane = (block * len(copies) if self.config.batch_invariant else i * len(copies) % 32) + copy
+            lane = first_lane + copy
             self.row[0] = FAR - T.shfl_sync(self.lookup.rows_left[0], lane)
             self.page[0] = T.shfl_sync(self.lookup.page[0], lane)
             for source in self.sources[

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tl_attention import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     flex_attention,
+    kvcache_workspace_bytes,
 )
+from tl_attention.api import flex_calls
 from tl_attention.api.block_masks import create_block_mask
 from tl_attention.config import configs, legality
 from tl_attention.config.catalog import _decodes
@@ -30,6 +33,9 @@ from tl_attention.problem.attn_problem import (
     tile_widths,
 )
 from tl_attention.tuning import question
+
+sys.path.insert(0, str(Path(__file__).parent))
+from protocol.launches import recorded
 
 gpu = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,6 +100,34 @@ def test_decodes_have_the_key_blocks_of_the_forward():
             assert legality.smem_bytes(problem, config) + legality.BARRIER_BYTES <= 227 * 1024
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_ordered_gradients_have_one_group_of_heads(head_dim):
+    for batch in (1, 2, 5):
+        launches = recorded(lambda batch=batch: _ordered(batch, head_dim))
+        (ordered,) = (x for x in launches if getattr(x.config, "is_ordered", False))
+        sharers, _, group_heads, _ = [x for x in ordered.arguments if type(x) is int][-4:]
+        assert (sharers, group_heads) == (1, 16 * batch)
+
+
+def _ordered(batch: int, head_dim: int) -> None:
+    """A deterministic causal backward of 16 heads."""
+    q, k, v = (
+        torch.zeros(batch, 2048, 16, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
+    )
+    out = flash_attn_func(q, k, v, causal=True, deterministic=True, batch_invariant=True)
+    out.backward(torch.zeros_like(out))
+
+
+def test_a_mask_is_a_function_in_each_batch(monkeypatch):
+    seen, listed = [], flex_calls.listed
+    monkeypatch.setattr(flex_calls, "listed", lambda *x: seen.append(x[-1]) or listed(*x))
+    q = torch.zeros(1, 1, 200, 64)
+    mask = create_block_mask(lambda b, h, x, y: (x >= y) & (y % 3 != 1), None, None, 200, 200, device="cpu")
+    for invariant in (False, True):
+        flex_attention(q, q, q, block_mask=mask, batch_invariant=invariant)
+    assert seen == [True, False]
+
+
 def test_tools_name_the_config():
     for words, wanted in (
         ("d64 causal batch_invariant", "192x128 dynamic q2 ping-pong batch-invariant"),
@@ -136,6 +170,7 @@ def test_every_function_takes_it_on_the_cpu():
     flex = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, **on).transpose(1, 2)
     for same in (
         flash_attn_func(q, k, v, **on),
+        flash_attn_func(q, k, v, num_splits=1, **on),
         flash_attn_func(q, k, v, score_mod=lambda s, b, h, x, y: s + 0 * x, **on),
         flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **on),
         flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **on),
@@ -169,6 +204,14 @@ def test_the_environment_asks_for_it_in_every_call():
     """
     subprocess.run(
         [sys.executable, "-c", code], check=True, env=os.environ | {"TL_ATTENTION_BATCH_INVARIANT": "1"}
+    )
+
+
+def test_keys_that_are_not_split_need_no_workspace_for_partials():
+    sizes = 64, 1, 32, 8, 128, 32768
+    assert (
+        kvcache_workspace_bytes(*sizes, batch_invariant=True)
+        < kvcache_workspace_bytes(*sizes, num_splits=2) / 100
     )
 
 
@@ -381,7 +424,25 @@ def test_deterministic_gradients_of_a_sequence_do_not_depend_on_the_others(head_
             out = flash_attn_func(*inputs, **one.options)
             found.append(torch.autograd.grad(out, inputs, dout[one.rows(i)][None].expand(batch, -1, -1, -1)))
         for name, alone, batched in zip("qkv", *found, strict=True):
-            assert torch.equal(alone[0], batched[3]), f"d{name} of a dense batch, {one.lengths[i]} rows"
+            for b in (0, 3):
+                assert torch.equal(alone[0], batched[b]), (
+                    f"d{name} of entry {b} of a dense batch, {one.lengths[i]} rows"
+                )
+
+
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_deterministic_gradients_of_many_heads_have_one_order(head_dim, causal):
+    """A batch has several groups of heads, of which the last goes through the keys of a causal mask in another order."""
+    inputs = [torch.randn(5, 2048, 16, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    found = []
+    for batch in (5, 1):
+        *qkv, dout = (x[:batch] for x in inputs)
+        qkv = [x.clone().requires_grad_() for x in qkv]
+        out = flash_attn_func(*qkv, causal=causal, deterministic=True, batch_invariant=True)
+        found.append(torch.autograd.grad(out, qkv, dout))
+    assert all(torch.equal(x[0], alone[0]) for x, alone in zip(*found, strict=True))
 
 
 @gpu

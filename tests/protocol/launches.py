@@ -129,6 +129,7 @@ def _forget_plans() -> None:
         for name in ("plans", "calls"):
             if hasattr(cache := getattr(module, "plan_cache", None), name):
                 getattr(cache, name).clear()
+        getattr(module, "_kernels", {}).clear()  # those of a forward or a backward, by their key
         for value in vars(module).values():
             if hasattr(value, "cache_clear") and getattr(value, "__module__", "") == module.__name__:
                 value.cache_clear()

@@ -31,7 +31,7 @@ Args:
     num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem.
     batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the batch, the place in it, the number of
         queries of the call and the pages, and with deterministic=True the gradients of a sequence those of the sequence alone
-        (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        (docs/numerics.md). Without dropout, and num_splits at most 1. TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. IndexError says which
         value is wrong. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call.
 Returns:

@@ -104,8 +104,8 @@ def attend_functions(
         if math.prod(sizes) >= MIN_SCORES:
             call = prepared.by_distance.call(call, sizes, deterministic)
     if functions[2] is not None:
-        # PyTorch's formula calls the mask
-        by_bits = not differentiate or has_gradient_kernels(q, v, terms)
+        # PyTorch's formula calls the mask; whether its bits are too many depends on the whole batch
+        by_bits = not request.batch_invariant and (not differentiate or has_gradient_kernels(q, v, terms))
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
     layout = scale_of(q, scale), False, False, heads_first, deterministic
     options = options_of_terms(terms, request.batch_invariant)

@@ -117,7 +117,7 @@ def flash_attn_with_kvcache(
         block_table: [batch, pages per sequence], int32: page i of a sequence holds its rows from i * page_size on. Entries beyond the
             rows in use are not read.
         rotary_interleaved: rotate the column pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
-        num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. Not with
+        num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. At most 1 with
             batch_invariant.
         return_softmax_lse: also return the log-sum-exp.
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the batch, and those of

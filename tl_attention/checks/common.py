@@ -40,7 +40,7 @@ OTHER_LAYOUT = {SEQLEN_FIRST: HEADS_FIRST, HEADS_FIRST: SEQLEN_FIRST}
 ONE_PER_SEQUENCE = "pass an entry per sequence"
 WIDER = "call torch.nn.functional.scaled_dot_product_attention for wider heads"
 NO_HINTS: Mapping[int, str] = MappingProxyType({})
-_FROM_ENVIRONMENT = (
+FROM_ENVIRONMENT = (
     "; TL_ATTENTION_BATCH_INVARIANT=1 sets batch_invariant in every call" if ALWAYS_INVARIANT else ""
 )
 # What to pass instead of a tensor of options of another shape
@@ -518,15 +518,15 @@ def check_splits(num_splits: int, batch_invariant: bool, dropout_p: float = 0.0)
     expect_bool("batch_invariant", batch_invariant)
     if not batch_invariant:
         return
-    if num_splits:
+    if num_splits > 1:
         raise ValueError(
-            f"num_splits, batch_invariant: expected one of them, as batch_invariant fixes the splits, got {num_splits} and True; leave"
-            f" num_splits at 0{_FROM_ENVIRONMENT}"
+            f"num_splits, batch_invariant: expected one of them, as batch_invariant splits no keys, got {num_splits} and True; leave"
+            f" num_splits at 0{FROM_ENVIRONMENT}"
         )
     if dropout_p:
         raise ValueError(
             f"dropout_p: expected 0 with batch_invariant, as a dropout mask depends on the place in the batch, got {describe(dropout_p)};"
-            f" leave one of them out{_FROM_ENVIRONMENT}"
+            f" leave one of them out{FROM_ENVIRONMENT}"
         )
 
 

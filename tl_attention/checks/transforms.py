@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tl_attention.checks.common import FROM_ENVIRONMENT
 from tl_attention.problem.attn_problem import MAX_JVP_HEAD_DIM
 from tl_attention.problem.options import PUBLIC_NAMES
 
@@ -68,9 +69,10 @@ def check_jvp(q: torch.Tensor, v: torch.Tensor, options: Sequence[str]) -> None:
         )
     if options:
         names = ", ".join(PUBLIC_NAMES.get(name, name) for name in options)
+        hint = FROM_ENVIRONMENT if "batch_invariant" in options else ""
         raise NotImplementedError(
             f"{names}: expected none in {FORWARD_MODE}, where flash_attn_func and mha_fwd_interface are plain or causal, got a value; leave"
-            " it out, or use torch.func.vjp"
+            f" it out, or use torch.func.vjp{hint}"
         )
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] > MAX_JVP_HEAD_DIM:

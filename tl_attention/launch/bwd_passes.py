@@ -191,7 +191,7 @@ class BwdSizes:
     tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
     longest: int = 0  # queries of the longest of packed sequences
     longest_rows: int = 0  # of queries or keys of the longest, whatever a window hides
-    # CTAs may share a key tile. How many do depends on the batch, and with it the order of sums
+    # CTAs may share a key tile, and heads be in several groups. How many depends on the batch, and on them the order of sums
     may_share: bool = True
 
     @property
@@ -332,6 +332,10 @@ class KeyBuffers:
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
         if config.is_stream_k:
             group_heads = -(-group_heads // self.sharers)  # whole heads
+        if config.is_ordered and problem.causal and not sizes.may_share:
+            group_heads = (
+                heads  # the last group adds to dq in another order than those before, see KeyTile.start()
+            )
         if self.by_sequence:
             longest = -(-(sizes.longest_rows or max(sizes.seqlen_q, sizes.seqlen_k)) // TABLE_ROWS)
             self.slots = ring_tiles(n_blocks * sizes.heads_kv, longest, sizes.costs)

@@ -94,10 +94,10 @@ def decode_workspace_bytes(
     rows = _query_rows(seqlen_q, heads, heads_kv)
     most = 0
     for width in DECODE_TILE_WIDTHS:  # any that holds head_dim_v: head_dim is unknown here
-        if width[1] < head_dim_v:
-            continue
         problem = AttnProblem(DEFAULT_DTYPE, *width, False)
         config = configs.decode_config(problem, rows)
+        if width[1] < head_dim_v or (config.v_in_k and width[1] != head_dim_v):
+            continue
         if num_splits == BATCH_INVARIANT and not config.v_in_k:
             config = replace(config, batch_invariant=True)
         rule = _split_rule(num_splits, config, seqlen_cache)

@@ -46,6 +46,7 @@ from tl_attention.problem.attn_problem import (
     length_bucket,
     tile_widths,
 )
+from tl_attention.problem.options import ALWAYS_INVARIANT
 from tl_attention.problem.target import DEFAULT_GPU, gpu_name, is_hopper
 from tl_attention.testing.shapes import Shape, sequences
 
@@ -70,7 +71,7 @@ class Question:
     sizes: dict[str, int] = field(default_factory=dict)
     directions: list[str] = field(default_factory=list)  # passes named among the words
     window: tuple[int, ...] = ()  # of window=127 or window=127,0
-    batch_invariant: bool = False
+    batch_invariant: bool = ALWAYS_INVARIANT
 
     @property
     def window_keys(self) -> int | None:

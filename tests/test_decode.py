@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ from tl_attention import launch
 from tl_attention.config import configs
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem.attn_problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
-from tl_attention.problem.options import Cache, Options
+from tl_attention.problem.options import BATCH_INVARIANT, Cache, Options
 
 D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
+LATENT = AttnProblem("bfloat16", 576, 512, False, ("window",))
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 1000])
@@ -34,24 +37,35 @@ def test_decode_width_holds_the_head_dims(head_dims, width):
 
 
 def test_split_rule():
-    assert launch.decode._split_rule(0, False, 10**6, 64) == 0
-    assert launch.decode._split_rule(7, True, 10**6, 64) == -7
-    assert launch.decode._split_rule(10**9, False, 10**6, 64) == -launch.decode.MAX_SPLITS
-    assert launch.decode._split_rule(0, True, 10**5, 64) * 64 == launch.decode.INVARIANT_KEYS
-    blocks = launch.decode._split_rule(0, True, 10**9, 64)
-    assert -(-(10**9) // (64 * blocks)) <= launch.decode.MAX_SPLITS
+    rule = launch.decode._split_rule
+    plain, latent = configs.decode_config(D128, 8), configs.decode_config(LATENT, 8)
+    assert rule(0, plain, 10**6) == 0
+    assert rule(7, plain, 10**6) == -7
+    assert rule(10**9, plain, 10**6) == -launch.decode.MAX_SPLITS
+    assert rule(BATCH_INVARIANT, replace(plain, batch_invariant=True), 10**6) == -1
+    assert rule(BATCH_INVARIANT, latent, 10**5) * latent.block_N == launch.decode.INVARIANT_KEYS
+    blocks = rule(BATCH_INVARIANT, latent, 10**9)
+    assert -(-(10**9) // (latent.block_N * blocks)) <= launch.decode.MAX_SPLITS
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "invariant", "slots", "entries"),
-    [(0, False, 2 * 132 + 16, 264), (5, False, 80, 16), (0, True, 16 * 8, 16)],
+    ("num_splits", "slots", "entries"), [(0, 2 * 132 + 16, 264), (5, 80, 16), (BATCH_INVARIANT, 1, 16)]
 )
-def test_each_partial_output_has_a_slot(num_splits, invariant, slots, entries):
-    config = configs.decode_config(D128, 8)
-    rule = launch.decode._split_rule(num_splits, invariant, 8192, config.block_N)
+def test_each_partial_output_has_a_slot(num_splits, slots, entries):
+    config = replace(configs.decode_config(D128, 8), batch_invariant=num_splits == BATCH_INVARIANT)
+    rule = launch.decode._split_rule(num_splits, config, 8192)
     assert launch.decode._launch_sizes(config, 2, 8, 8, rule, 8192, 132) == (1, 264, slots, entries)
     needed = 4 * (slots * 8 * 129 + entries * 8)  # eight rows of 128 columns and their log-sum-exps
-    assert launch.decode_workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
+    assert launch.decode_workspace_bytes(2, 1, 64, 8, 128, num_splits, 8192, 132) >= needed
+
+
+def test_batch_invariant_latent_attention_has_a_slot_per_split():
+    config = configs.decode_config(LATENT, 8)
+    rule = launch.decode._split_rule(BATCH_INVARIANT, config, 8192)
+    *_, slots, entries = launch.decode._launch_sizes(config, 2, 8, 1, rule, 8192, 132)
+    assert (slots, entries) == (2 * 8, 2)
+    needed = 4 * (slots * config.warpgroups * 8 * (config.columns(LATENT) + 1) + entries * 8)
+    assert launch.decode_workspace_bytes(2, 1, 8, 1, 512, BATCH_INVARIANT, 8192, 132) >= needed
 
 
 def test_rows_of_a_cache_include_those_between_two_caches():

@@ -26,6 +26,7 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     tile_widths,
 )
+from tl_attention.problem.options import options_of_terms
 from tl_attention.reference import flex as reference
 from tl_attention.reference.flex import flex_reference
 from tl_attention.torch_ops import flex_autograd
@@ -143,7 +144,7 @@ def test_flex_fp32_terms_reach_the_launch(precision, terms, monkeypatch):
     score_mod, _, learned = cases(Captured("cpu"))["temperature"]
     call = trace(score_mod, None, True)
     out, _ = flex_autograd.differentiable(
-        call, (1.0, False, False, True, False), terms, None, q, k, v, *call.tensors
+        call, (1.0, False, False, True, False), options_of_terms(terms), None, q, k, v, *call.tensors
     )
     torch.set_float32_matmul_precision("medium")
     out.sum().backward()

@@ -155,7 +155,7 @@ def check_ops(name, tensors):
         torch.library.opcheck(
             ops.append.default, (q, new, new, cache, cache.clone(), *fields, None, None, True, False)
         )
-        scores = 0.125, False, None, [-1, 0]
+        scores = 0.125, None, [-1, 0]
         torch.library.opcheck(ops.decode.default, (q, cache, cache, *fields, *scores))
         return
     if name == "flash_attn_varlen_func, pages":

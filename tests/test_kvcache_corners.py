@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tl_attention import flash_attn_with_kvcache
+from tl_attention.api import kvcache
+from tl_attention.problem.options import Cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16
@@ -66,3 +68,34 @@ def test_kvcache_ignores_the_default_device(pages, causal, device):
         torch.set_default_device(None)
     for x, y in zip(results, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("length", [5, torch.tensor([5, 0], dtype=torch.int32)])
+@pytest.mark.parametrize("moves", [False, True])
+def test_queries_are_rotated_without_new_keys(length, moves, device):
+    """An append of no keys rotates the queries, as one of some keys does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, rows, 2, 64, generator=generator).bfloat16().to(device) for rows in (3, 0))
+    cos, sin = (torch.rand(32, 16, generator=generator).bfloat16().to(device) for _ in range(2))
+    cache = torch.zeros(2, 32, 2, 64, dtype=torch.bfloat16, device=device)
+    length = length.to(device) if isinstance(length, torch.Tensor) else length
+    arguments = Cache(cache, cache.clone(), length), cos, sin, False, moves
+    found = kvcache._append(q, k, k, *arguments)
+    some = cache[:, :1]
+    wanted = kvcache._append(q, some, some, *arguments)
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
+    assert not torch.equal(found, q)
+
+
+def test_no_kernel_is_asked_to_append_no_keys(monkeypatch):
+    q, k, cos = (
+        torch.randn(2, 3, 2, 64).bfloat16(),
+        torch.zeros(2, 0, 2, 64).bfloat16(),
+        torch.rand(32, 16).bfloat16(),
+    )
+    cache = torch.zeros(2, 32, 2, 64, dtype=BF16)
+    call = q, k, k, Cache(cache, cache.clone(), 5), cos, cos, True, True
+    wanted = kvcache._append(*call)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(kvcache.launch, "append_to_cache", None)
+    assert torch.equal(kvcache._append(*call), wanted)

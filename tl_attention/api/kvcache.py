@@ -316,18 +316,38 @@ def _append(
 ) -> torch.Tensor:
     """launch.append_to_cache, or the reference on CPU tensors."""
     check_addresses(cache)
+    if q.is_cuda and not k.shape[1] and cos is not None:  # no new keys, but queries to rotate
+        return _rotated(q, cache.seqlens, cos, sin, interleaved, queries_move)
     if q.is_cuda:
         return launch.append_to_cache(q, k, v, cache, cos, sin, interleaved, queries_move)
     batch_idx, _, starts = check_entries(q, cache)
     if cos is not None:
-        first = torch.tensor(starts, dtype=torch.int64, device=q.device)[:, None]  # [batch, 1]
-        query, new = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
-        q = rotary_reference(q, first + (query if queries_move else 0 * query), cos, sin, interleaved)
-        k = rotary_reference(k, first + new, cos, sin, interleaved)
+        first = torch.tensor(starts, dtype=torch.int64, device=q.device)
+        q = _rotated(q, first, cos, sin, interleaved, queries_move)
+        k = _rotated(k, first, cos, sin, interleaved, True)
     where = {"batch_idx": batch_idx, "block_table": cache.block_table}
     with writing(cache.k, cache.v):
         append_reference(k, v, cache.k, cache.v, starts, **where)
     return q
+
+
+def _rotated(
+    x: torch.Tensor,
+    first: torch.Tensor | int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    moves: bool,
+) -> torch.Tensor:
+    """Queries or keys [batch, rows, heads, head_dim], rotated by the operations of torch.
+
+    Args:
+        first: position of row 0, [batch] or one for all.
+        moves: row i has position first + i, else all rows have first.
+    """
+    rows = torch.arange(x.shape[1], device=x.device) if moves else x.new_zeros(x.shape[1], dtype=torch.int64)
+    starts = first.long()[:, None] if isinstance(first, torch.Tensor) else first
+    return rotary_reference(x, (starts + rows).expand(x.shape[0], -1), cos, sin, interleaved)
 
 
 def _decode(

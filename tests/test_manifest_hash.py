@@ -115,8 +115,8 @@ REFACTORINGS = {
         BACKWARD,
     ),
     "decode: another name and a bound value": Edit(
-        r"( +)weigh\(me, first_key\(segment, i\), segment",
-        r"\1first = first_key(segment, i)\n\1weigh(me, first, segment",
+        r"( +)weigh\(me, block_start\(segment, i\), segment",
+        r"\1first = block_start(segment, i)\n\1weigh(me, first, segment",
         DECODE,
     ),
 }

@@ -37,7 +37,7 @@ KV_STAGES = 2
 # Number of adjacent cache rows that a kernel may assume: 0: keys without pages; else a divisor of the page size
 PAGE_ROWS = (0, 16, 64)
 
-# Fields of a split item that DecodeCombine merges, and the int32 slots per item
+# Fields of an entry of Merges, which DecodeCombine reads, and the int32 numbers that an entry has room for
 MERGE_FIELDS = ("b", "kv_head", "m_block", "parts", "first_slot")
 MERGE_NUMBERS = 8
 

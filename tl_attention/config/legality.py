@@ -42,7 +42,7 @@ LARGE_BOX_BYTES = (
     96  # KeyTileBox without a table: with the schedule ordered, or with five counts of query blocks
 )
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
-SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
+SEGMENT_BOX_BYTES = 80  # kernels.decode.work.SegmentBox: 2 slots of 10 int32
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.linear_bias.alloc_bias_columns
 FP32_BYTES = 4
 DQ_PIECE = 64 * 64  # elements of dq at a time in the order "apart", see kernels/backward/dq_sinks/apart.py

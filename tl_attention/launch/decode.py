@@ -33,7 +33,9 @@ from tl_attention.problem.options import BATCH_INVARIANT, Cache, Options, as_sto
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence
-INVARIANT_KEYS = 1024  # keys per split of a batch_invariant decode that no forward has the bits of
+INVARIANT_KEYS = (
+    1024  # keys per split of a batch_invariant decode with v_in_k, which no forward equals bit by bit
+)
 TILE_ROWS = 64  # rows per consumer warpgroup
 
 # Place of the sink in the values of options
@@ -43,7 +45,7 @@ plan_cache = PlanCache()
 
 
 def _query_rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
-    """Rows of a tile: the queries of all heads that share a key head."""
+    """Query rows per key head: the queries of all heads that share it."""
     return seqlen_q * (heads // heads_kv)
 
 
@@ -64,7 +66,7 @@ def _split_rule(num_splits: int, config: DecodeConfig, capacity: int) -> int:
 def _launch_sizes(
     config: DecodeConfig, batch: int, rows: int, heads_kv: int, split_rule: int, capacity: int, sms: int
 ) -> tuple[int, int, int, int]:
-    """(m_blocks, ctas, slots, entries): tiles per key head, CTAs, and upper bounds of partial outputs and of work items to merge."""
+    """(m_blocks, ctas, slots, entries): query blocks per key head, CTAs, partials that O_parts has room for, entries of Merges."""
     m_blocks = -(-rows // config.block_M)
     items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_per_sm
     if split_rule == 0:
@@ -99,6 +101,7 @@ def decode_workspace_bytes(
         if width[1] < head_dim_v or (config.v_in_k and width[1] != head_dim_v):
             continue
         if num_splits == BATCH_INVARIANT and not config.v_in_k:
+            # for _split_rule() alone: the launch has other key blocks
             config = replace(config, batch_invariant=True)
         rule = _split_rule(num_splits, config, seqlen_cache)
         *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)
@@ -212,7 +215,7 @@ class DecodePlan:
         return out if self.head_dim_v == out.shape[3] else out[..., : self.head_dim_v].contiguous(), lse
 
     def _divide(self, workspace: torch.Tensor) -> list[torch.Tensor]:
-        """o_partials, lse_partials and merges as views of a workspace of 4-byte numbers."""
+        """o_partials, lse_partials and merges as views of a uint8 workspace. Their elements have 4 bytes each."""
         tensors = self.o_partials, self.lse_partials, self.merges
         sizes = [4 * math.prod(shape) for shape, *_ in tensors]
         pieces = workspace[: sum(sizes)].split(sizes)
@@ -230,7 +233,8 @@ def attend_cache(
 
     Args:
         options: window, softcap, num_splits, alibi_slopes and sink only. A causal mask is a window whose right bound is 0. num_splits are
-            those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one, computed as a forward does.
+            those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one,
+            computed as a forward does, or with v_in_k splits of a fixed number of keys.
         workspace: uint8 [decode_workspace_bytes()]; None: the call allocates it.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
@@ -277,7 +281,7 @@ def append_to_cache(
     interleaved: bool,
     queries_move: bool,
 ) -> torch.Tensor:
-    """Write k_new (rotated) and v_new, [batch, new, heads_kv, ...], to the cache after its seqlens; return q, rotated.
+    """Write k_new (rotated) and v_new, [batch, new, heads_kv, ...], to the cache after its seqlens; return q, rotated if there is a cos.
 
     Args:
         cos, sin: [positions, rotary_dim / 2] in the dtype of q, contiguous; None: no rotation.

@@ -56,7 +56,7 @@ class Rotary:
 
 
 def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
-    """Build the kernel that fills a KV cache. A CTA handles one row of one sequence.
+    """Kernel that writes new keys and values to a cache, and rotates keys and queries. A CTA handles one row of one sequence.
 
     Kernel arguments:
         Q: [batch, seqlen_q, heads, head_dim].
@@ -64,7 +64,7 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
         K_new, V_new: [batch, appended, heads_kv, head_dim or head_dim_v], written to positions Seqlens[b] and up.
         K_cache, V_cache: [caches, seqlen_cache, heads_kv, head_dim or head_dim_v], or pages [num_pages, page_size, ..].
         Cos, Sin: [positions, rotary_dim / 2].
-        Seqlens, Caches, Table, seqlen, num_pages: as in kernel.py; bits of `given` say which tensors are present.
+        Seqlens, Caches (CacheIndex of kernel.py), Table, seqlen, num_pages: as in kernel.py; bits of `given` say which tensors are present.
         rotary_dim: int32, columns to rotate; 0 for no rotation.
         interleaved: int32, see Rotary.
         queries_move: int32, 1: query i is rotated by position Seqlens[b] + i; 0: all queries by Seqlens[b].

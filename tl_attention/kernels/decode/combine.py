@@ -1,7 +1,7 @@
-"""Merge of the partials that several CTAs of a decode computed of a work item (Flash-Decoding, Dao et al. 2023).
+"""Merge of the partials of a work item, one per segment (Flash-Decoding, Dao et al. 2023).
 
-O = sum over partials s of 2^(lse_s - lse) O_s with lse = log2(sum over s of 2^lse_s + 2^sink). The order of the partials is fixed, so
-the result is deterministic. An online softmax over the partials reads each of them once.
+O = sum over partials s of 2^(lse_s - lse) O_s with lse = log2(sum over s of 2^lse_s + 2^sink), lse and sink in base 2. The order of the
+partials is fixed, so the result is deterministic. An online softmax over the partials reads each of them once.
 """
 
 import tilelang.language as T
@@ -21,8 +21,8 @@ PASS_CONFIGS = {
 def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimFunc:
     """Kernel that runs after kernel.py and merges its partials; its arguments are those of flash_decode with the same names.
 
-    Nothing is written for an entry of Merges with fewer than two partials. A CTA merges `config.rows` rows
-    of one warpgroup's 64.
+    Nothing is written for an entry of Merges with fewer than two partials. A CTA merges `config.rows` rows of one warpgroup's 64. The grid
+    has entries x warpgroups x groups of rows. Sink: float32 [heads], natural.
 
     Args:
         problem: its head_dim_v is the number of columns of a partial; its options are a sink or none.
@@ -48,14 +48,16 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
     ):
         with T.Kernel(entries * warpgroups * T.ceildiv(part_rows, rows), threads=config.threads) as number:
             T.pdl_sync()  # all results of the decode are written
+            # lse of at_once partials, then 2^(lse - row_max)
             weights = T.alloc_fragment([rows, at_once], "float32")
             weights_shared = T.alloc_shared([rows, at_once], "float32")
-            row_max = T.alloc_fragment([rows], "float32")
+            row_max = T.alloc_fragment([rows], "float32")  # of the lse of partials and of the sink, base 2
+            # The row max before, then the factor of the sums so far, at the end 1 / row sum
             row_max_prev = T.alloc_fragment([rows], "float32")
             row_sum = T.alloc_fragment([rows], "float32")
             block_sum = T.alloc_fragment([rows], "float32")
             scales_shared = T.alloc_shared([rows], "float32")
-            total = T.alloc_fragment([rows, columns], "float32")
+            total = T.alloc_fragment([rows, columns], "float32")  # sum of weighted partials, not yet divided
             loaded = alloc_fragments([[rows, columns]] * at_once, "float32")  # O of at_once partials
             row_queries = T.alloc_shared([rows], "int32")
             row_heads = T.alloc_shared([rows], "int32")

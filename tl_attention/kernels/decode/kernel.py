@@ -1,9 +1,10 @@
 """Attention of a few queries per sequence to a long cache of keys and values, for Hopper.
 
-The kernel is bound by memory: it reads each byte of the cache once. The queries of all heads that share a key head are the rows of one
-tile (packed GQA). Persistent CTAs share the key blocks of all sequences and key heads evenly (work.py): the splits
-over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA,
-with or without pages; each consumer warpgroup computes 64 rows by online softmax.
+The kernel is bound by memory: it reads each byte of the cache once. The queries of all heads that share a key head are the rows of its
+tiles (packed GQA). Persistent CTAs divide the work units of all sequences and key heads evenly (work.py). By default a unit is a key
+block, so they share all keys: the splits over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp
+loads key blocks by TMA, with or without pages. Each consumer warpgroup computes 64 rows by online softmax. With v_in_k (multi-head
+latent attention: V is the first columns of K) all warpgroups compute S of the same 64 rows, and each its own columns of O.
 
 If several CTAs share an item, each writes a partial, O and lse in fp32, and combine.py merges the partials. Merging in the last CTA
 that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
@@ -40,7 +41,8 @@ PASS_CONFIGS = {
     # No index leaves its tensor, and bounds checks would make each load wait for the previous one
     "tl.disable_safe_memory_legalize": True,
 }
-# Registers per thread of (producer, consumers), by consumer warpgroups; the sum is that of pipeline.VARLEN_REGISTERS
+# Registers per thread of (the producer, the consumers), by consumer warpgroups. 72 + 2 * 216 = 3 * 168, what the threads have at launch,
+# as in pipeline.VARLEN_REGISTERS
 REGISTERS = {2: (72, 216)}
 
 
@@ -107,19 +109,21 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         K, V: the rows of all caches or pages one after the other, in the view of tiles.packed.
         Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity: see KeyRanges.
         Table, page_size, num_pages, stride_k, stride_v: see CachePages. config.page_rows is 0 without pages.
-        O_parts: float32 [slots, warpgroups, rows, columns]. Slots: CTAs + items, or with split_rule != 0 all splits.
+        O_parts: float32 [slots, warpgroups, rows, columns], rows = min(seqlen_q * heads_per_kv, 64). Slots: CTAs + items, or with
+            split_rule != 0 all splits. With v_in_k warpgroups are slices of columns, and each writes the same lse.
         Lse_parts: float32 [slots, warpgroups, rows], base 2.
         Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for combine.py. One entry per CTA, for the
             item whose first partial it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
-        heads_per_kv, m_blocks: query heads per key head, query tiles per key head.
-        split_rule: see work.py.
+        heads_per_kv, m_blocks: query heads per key head, query blocks of block_M rows per key head.
+        softmax_scale, lse_unit: float32; ln 2 makes Lse natural.
+        split_rule, ctas: see work.py; CTAs of the grid.
         left, .., Sink: attn_problem.DECODE_ARGUMENTS. The window is always on.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_N, v_in_k = config.block_N, config.v_in_k
     consumer_warps = 4 * config.warpgroups
     columns = config.columns(problem)  # of O per warpgroup
-    # With one warpgroup the producer has only one warp
+    # With one warpgroup the producer is one warp, not a warpgroup: neither a change of registers nor one body (roles.py) is possible
     roles = Roles(
         config.warpgroups,
         config.threads,
@@ -128,8 +132,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     )
     row_wise = T.GemmWarpPolicy.FullRow
 
-    # QK of a key block runs beside PV of the block before. Two CTAs that share an SM overlap with each other, in less code. Two
-    # warpgroups with 256 columns of O do not have the registers
+    # S of a key block overlaps with PV of the block before. Not if two CTAs share an SM: they overlap with each other, in less code. Not
+    # with v_in_k, where a slot holds K and V. Not if two warpgroups have 256 columns of O each: no registers are left
     overlaps = config.ctas_per_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
     # Columns of queries that are loaded at once; the addresses of rows of 192 or 576 columns would take registers throughout
     gathered = chunk_columns(problem) if head_dim % 128 == 64 else head_dim
@@ -152,8 +156,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             return pipeline.sync_consumers(WARPGROUP * config.warpgroups)
         return sync_warpgroup(w)
 
-    def first_key(segment: Segment, i: Any) -> Any:
-        """First key of the i-th key block of a segment."""
+    def block_start(segment: Segment, i: Any) -> Any:
+        """First key of the i-th key block of a segment, in the order of KeyLoader.load(): with batch_invariant from the last one on."""
         block = segment.steps[0] - 1 - i if config.batch_invariant else i
         return (segment.start_block[0] + block) * block_N
 
@@ -177,7 +181,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             loader.start_segment(work)
             for i in rolled(work.steps[0]):
                 loader.load(i, work)
-        work.steps[0] = 0
+        work.steps[0] = 0  # ends the work
         smem.segments.post(turn, work)
 
     @T.macro
@@ -198,7 +202,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     @T.macro
     def start_qk(me, smem, ahead=0):
         """S = Q K^T of the key block `ahead` of the current one, asynchronously."""
-        # Without a variable for step + ahead: with one nvcc made 977 instead of 972 instructions per segment (d128, softcap)
+        # No variable for step + ahead: nvcc makes more instructions with one
         smem.K.wait(me.segment.step[0] + ahead)
         T.wgmma_gemm(
             smem.Q[query_tile(me.w), :, :],
@@ -235,7 +239,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     acc_s[i, j] * (options.softcap if scores.capped else arguments.softmax_scale)
                     - rows.slopes[me.w, i] * distance
                 )
-        # True if a key of this block is past the end, or outside the window of the first or the last query
+        # True if a key of this block is past the end, right of the first query's window or left of the last query's
         if (
             (first_key + block_N > length)
             | (first_key + block_N - 1 > length - seqlen_q + options.right)
@@ -252,12 +256,12 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def attend_overlapped(me, smem, arguments):
-        """Compute O, row max and row sum of a segment; S of each key block overlaps with PV of the previous block."""
+        """Compute O, row max and row sum of a segment; S of each key block overlaps with PV of the block before, that of segment.step."""
         segment = me.segment
         start_qk(me, smem)
         T.wait_wgmma(0)
         smem.K.release(segment.step[0])
-        weigh(me, first_key(segment, 0), segment.length[0], smem.rows, arguments)
+        weigh(me, block_start(segment, 0), segment.length[0], smem.rows, arguments)
         T.copy(me.acc_s, me.P)
         T.clear(me.acc_o)
         for i in rolled(segment.steps[0] - 1):
@@ -265,7 +269,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             start_pv(me, smem)
             T.wait_wgmma(1)  # S is complete
             smem.K.release(segment.step[0] + 1)
-            weigh(me, first_key(segment, 1 + i), segment.length[0], smem.rows, arguments)
+            weigh(me, block_start(segment, 1 + i), segment.length[0], smem.rows, arguments)
             T.wait_wgmma(0)  # O is complete, and P free
             smem.V.release(segment.step[0])
             T.copy(me.acc_s, me.P)
@@ -286,7 +290,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             T.wait_wgmma(0)
             if not v_in_k:
                 smem.K.release(segment.step[0])
-            weigh(me, first_key(segment, i), segment.length[0], smem.rows, arguments)
+            weigh(me, block_start(segment, i), segment.length[0], smem.rows, arguments)
             T.copy(me.acc_s, me.P)
             me.softmax.rescale((me.acc_o,))
             start_pv(me, smem)
@@ -301,8 +305,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     def add_sink(me, lse, sink_lse, sinks):
         """Add the sink to the row sum: lse = log2(2^lse + 2^sink), and scale O accordingly.
 
-        OnlineSoftmax.finish(sink=) is not used, as a partial must not contain the sink.
+        Only for whole items: a partial must not contain the sink. sinks: base 2. sink_lse: scratch.
         """
+        # lse and sink may both be -inf, whose difference is NaN
         for i in T.Parallel(64):
             sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
             sink_lse[i] += T.log2(T.exp2(lse[i] - sink_lse[i]) + T.exp2(sinks[me.w, i] - sink_lse[i]))
@@ -350,7 +355,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def consume(w, cta, smem, arguments):
-        """Consumer warpgroup w: attention of its rows to each segment."""
+        """Consumer warpgroup w: for each segment gather the query rows, attend to its key blocks, store the item or a partial of it."""
         acc_s = T.alloc_fragment([64, block_N], "float32")
         P = T.alloc_fragment([64, block_N], dtype_of("p"))
         acc_o = T.alloc_fragment([64, columns], "float32")
@@ -359,18 +364,21 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         rows = smem.rows
         scores = Scores(problem, arguments.options, arguments.softmax_scale)
         raw_scale = T.max(T.abs(arguments.softmax_scale) * LOG2E, SMALLEST_SCALE)
-        # growth 0: the largest weight of a row is 1, which P holds exactly
+        # growth 0: the largest exponential of a row is 1, which P holds exactly; batch_invariant takes the growth of a forward
         growth = LAZY_GROWTH if config.batch_invariant else 0.0
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
         softmax = OnlineSoftmax(block_N, scale_log2, growth, rounds_alike=config.batch_invariant)
         segment = Segment(smem.segments)
         me = Consumer(w, segment, acc_s, P, acc_o, scores, softmax)
-        # A whole item gets its sink as in a forward; a partial must not contain it, see add_sink()
+        # batch_invariant has whole items alone: finish() adds the sink, in natural units, as in a forward. Else add_sink() adds it, in
+        # base 2, to whole items, and combine.py to merged ones
         sink_of_row = rows.sink_of(w) if config.batch_invariant and problem.has("sink") else None
         sign = T.alloc_var("float32", init=1.0)
         if scores.raw:  # the row max is a maximum of raw scores, so a negative scale becomes -Q and |scale|
             if arguments.softmax_scale < 0:
                 sign = -1.0
+        # This CTA's entry merges nothing unless a segment below fills it. With another split rule the first part of each item fills the
+        # item's entry
         if w == 0:
             if (arguments.split_rule == 0) & (T.get_thread_binding() == 0):
                 arguments.Merges[cta, MERGE_FIELDS.index("parts")] = 0
@@ -378,7 +386,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         segment.wait()
         while segment.steps[0] > 0:
             segment.read(query_tile(w), config.block_M, seqlen_q * arguments.heads_per_kv)
-            sync_query_tile(w)  # all have read the previous query tile
+            sync_query_tile(w)  # all have read the previous query tile and row tables
             rows.fill(w, segment, seqlen_q, arguments.heads_per_kv, arguments.options)
             gather_queries(w, arguments.Q, segment.b[0], sign, smem)
             sync_query_tile(w)
@@ -397,6 +405,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 store_result(me, lse, rows, arguments)
             else:
                 store_partial(me, lse, arguments)
+            # Only the first part of an item has an entry
             if w == 0:
                 if (segment.field("entry") >= 0) & (T.get_thread_binding() == 0):
                     for number, name in enumerate(MERGE_FIELDS):

@@ -55,7 +55,8 @@ class KeySource:
         tensor: dtype, rows of all caches or pages one after the other, in the view of tiles.packed.
         stride: rows from the start of a page or cache to the next.
         width: columns of a tile of the ring.
-        end: variable, row of the tensor after the last key of a sequence or page.
+        end: variable, row of the tensor after the last key of a sequence or page. [FAR, end, FAR - n + i] is row i of the n rows before row
+            end, in the view of tiles.packed; TMA reads 0 past `end`.
     """
 
     tensor: Any
@@ -101,7 +102,7 @@ class KeyLoader:
 
     @T.inline
     def start_segment(self, work):
-        """Set the ends of the sources for the sequence of a segment, which has no pages."""
+        """Without pages, set the ends of the sources, which hold for all key blocks of a segment."""
         if not self.config.page_rows:
             self.cache[0] = self.ranges.cache(work.b[0])
             self.leftpad[0] = self.ranges.leftpad(work.b[0])
@@ -128,6 +129,7 @@ class KeyLoader:
 
     @T.inline
     def load_from_pages(self, i, first_key, work):
+        """Load key block i of the segment by copies of page_rows keys. A lookup serves the blocks whose copies fit 32 lanes."""
         page_rows = self.config.page_rows
         copies = tuple(range(self.config.block_N // page_rows))
         first_lane = i * len(copies) % 32
@@ -153,7 +155,7 @@ class KeyLoader:
                 )
             for source in self.sources:
                 self.copy_rows(source, copy, work)
-        T.sync_warp()  # the thread that starts the copies has announced their bytes
+        T.sync_warp()  # lane 0 arrives only after the elected thread has announced the bytes of its copies
         if T.get_thread_binding() % 32 == 0:
             for source in self.sources:
                 T.mbarrier_arrive(source.ring.full[self.step[0] % source.ring.slots])

@@ -1,6 +1,6 @@
 """Division of a decode's work among CTAs, computed on the GPU, since the host does not know the lengths of the sequences.
 
-Work item: one sequence, one key head and one tile of queries. Items are numbered by sequence, then key head, then tile.
+Work item: one sequence, one key head and one query block of block_M rows. Items are numbered by sequence, then key head, then query block.
 Work unit: what CTAs divide. All items of a sequence have the same number of work units, by the split rule:
     0: one unit per key block. CTAs share all keys evenly, and the range of a CTA may begin and end inside an item.
     n > 0: one unit per split of n key blocks, so that the splits of a sequence do not depend on other sequences.
@@ -27,7 +27,7 @@ MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA
 
 
 def rolled(steps: Any) -> Any:
-    """Loop that nvcc does not unroll: a CTA runs most code once, so instructions are fetched from L2 or memory."""
+    """Loop that nvcc does not unroll. Each instruction is fetched from L2 or memory once, so less code is faster."""
     return T.unroll(steps, unroll_factor=1)
 
 
@@ -38,15 +38,15 @@ def int_var() -> Any:
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Position of each sequence's keys in the cache.
+    """Position of each sequence's keys in the cache. Keys, and key blocks, are numbered from the first row after the padding.
 
     Args:
-        Seqlens: int32 [batch], keys in the cache, without `appended`; absent: `seqlen` for all sequences.
+        Seqlens: int32 [batch], rows in use before the appended ones, left padding included; absent: `seqlen` for all sequences.
         Leftpad: int32 [batch], cache rows before the first key; absent: 0.
         CacheIndex: int32 [batch], cache of each sequence; absent: its own number.
         present: bits HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX. An absent tensor may have any length of at least 1.
-        seqlen, appended: keys in the cache, keys that were just appended to it.
-        capacity: maximum number of keys per sequence.
+        seqlen, appended: rows in use, left padding included; rows appended since.
+        capacity: rows that a cache, or the pages of a sequence, can hold.
     """
 
     Seqlens: Any
@@ -83,7 +83,7 @@ class WorkSizes:
     batch: Any
     seqlen_q: Any
     items_per_sequence: Any
-    m_blocks: Any  # query tiles per key head
+    m_blocks: Any  # query blocks per key head
     left: Any  # keys that a query sees before its diagonal
     split_rule: Any  # see the top of this file
     ctas: Any
@@ -91,7 +91,8 @@ class WorkSizes:
 
 @T.meta_class
 class WorkShare:
-    """Work units of one CTA, read segment by segment. The producer warp computes them; each lane holds the same values.
+    """Work units of one CTA, read segment by segment. The producer warp computes them; each lane holds the same values, but in
+    count_units() and find_sequence(), where it has a sequence of its own.
 
     CTAs that have work have equal numbers of work units, up to one.
     """
@@ -114,18 +115,19 @@ class WorkShare:
         self.cta = int_var()
         self.total_units = int_var()
         self.busy_ctas = int_var()  # CTAs that have work
-        # Sums of a scan over 32 sequences, one per lane
-        self.scanned_units = int_var()
+        # Scan over 32 sequences, one per lane; units of one item per sequence, but for lane_units_before
+        self.scanned_units = int_var()  # of the chunks of 32 before
+        # A shuffled value, then the units of all items of the sequences before
         self.lane_units_before = int_var()
-        self.units_to_lane = int_var()
+        self.units_to_lane = int_var()  # up to this lane's sequence, included
         # The segment
         self.item_unit = int_var()  # first work unit of the item
         self.unit_in_item = int_var()
         self.item = int_var()
         self.kv_head = int_var()
-        self.m_block = int_var()  # query tile
+        self.m_block = int_var()  # query block
         self.start_block = int_var()
-        self.steps = int_var()  # key blocks
+        self.steps = int_var()  # key blocks of the segment
         self.parts = int_var()  # segments of the item, each with a partial
         self.part = int_var()  # number of the segment in the item
         self.first_slot = int_var()  # slot in O_parts and Lse_parts of the item's first partial
@@ -146,7 +148,7 @@ class WorkShare:
             self.units_per_item[0] = self.num_blocks[0]
             if sizes.split_rule != 0:
                 self.blocks_per_split[0] = sizes.split_rule
-                if sizes.split_rule < 0:
+                if sizes.split_rule < 0:  # num_blocks / -split_rule, rounded up
                     self.blocks_per_split[0] = T.truncdiv(
                         self.num_blocks[0] - sizes.split_rule - 1, -sizes.split_rule
                     )
@@ -245,9 +247,10 @@ class WorkShare:
             self.steps[0] = T.min(
                 self.units_per_item[0] - self.unit_in_item[0], self.end_unit[0] - self.unit[0]
             )
+            # The first CTA of the item, until its number in the item is known
             self.part[0] = self.cta_of(self.item_unit[0])
             self.parts[0] = self.cta_of(self.item_unit[0] + self.units_per_item[0] - 1) - self.part[0] + 1
-            # The next segment has the next CTA or a later item, so no two segments have the same sum, their slot
+            # Slot of a segment: CTA + item, here as first_slot + part. One of them grows from a segment to the next, so no two share one
             self.first_slot[0] = self.part[0] + self.item[0]
             self.part[0] = self.cta[0] - self.part[0]
             self.unit[0] += self.steps[0]
@@ -317,9 +320,9 @@ class Segment:
 
     def __init__(self, box: SegmentBox, name: str = "segment"):
         self.box = box
-        self.step = int_var()  # key blocks before the current one, in all segments
-        self.rows = int_var()  # of this warpgroup that exist
-        self.first_row = int_var()  # of this warpgroup among all rows of a key head
+        self.step = int_var()  # ring step: key blocks before the current one, in all segments of this CTA
+        self.rows = int_var()  # rows of this warpgroup that exist
+        self.first_row = int_var()  # first row of this warpgroup among all query rows of the key head
         self.turn = int_var()  # segments before this
         self.b = int_var()  # sequence
         self.length = int_var()  # keys of the sequence
@@ -375,6 +378,7 @@ class RowTables:
             first_head = segment.field("kv_head") * heads_per_kv
             self.heads[w, thread] = first_head + T.truncmod(number, heads_per_kv)
             self.diagonals[w, thread] = segment.length[0] - seqlen_q + self.queries[w, thread]
+        # gather_queries() reads queries and heads of other threads; slopes and sinks are ready at the barrier after it
         sync_warpgroup(w)
         if thread < 64:
             if self.slopes is not None:

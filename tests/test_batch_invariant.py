@@ -25,6 +25,7 @@ from tl_attention.api import flex_calls
 from tl_attention.api.block_masks import create_block_mask
 from tl_attention.config import configs, legality
 from tl_attention.config.catalog import _decodes
+from tl_attention.integrations import hf, hf_flex
 from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     INVARIANT_BUCKET,
@@ -461,3 +462,32 @@ def test_flex_entries_do_not_depend_on_the_batch():
 def draws(request) -> int:
     """Batches per case: 3, with --all-kernels 60."""
     return 60 if request.config.getoption("--all-kernels", default=False) else 3
+
+
+def test_transformers_pass_it_to_each_function(monkeypatch):
+    seen = []
+
+    def noting(function):
+        def noted(*arguments, **options):
+            seen.append((function.__name__, options["batch_invariant"]))
+            return function(*arguments, **options)
+
+        return noted
+
+    for module, name in (
+        (hf, "flash_attn_func"), (hf, "flash_attn_varlen_func"), (hf.kvcache, "flash_attn_with_kvcache"), (hf_flex, "flex_attention"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    layer = torch.nn.Module()
+    q, k, v = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in "qkv")
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    for query, mask, how in (
+        (q, None, {"is_causal": True}),
+        (q, None, {"is_causal": True, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}),
+        (q[:, :, :1], None, {}),
+        (q, torch.ones(1, 1, 8, 8, dtype=torch.bool), {}),
+    ):
+        out, _ = hf.attention_forward(layer, query, k, v, mask, batch_invariant=True, **how)
+        assert out.shape == (1, query.shape[2], 2, 64)
+    names = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention"
+    assert seen == [(name, True) for name in names]

@@ -92,6 +92,7 @@ def attention_forward(
     max_length_q: int | torch.Tensor | None = None,
     max_length_k: int | torch.Tensor | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
     output_attentions: bool | None = None,
@@ -121,6 +122,7 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override padding and documents of
             attention_mask, and are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only
             with TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
+        batch_invariant: as in flash_attn_func; a model passes it on, as model(ids, batch_invariant=True).
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
         position_ids: [1, seqlen_q]: with batch 1, a document begins at each smallest position, and no document sees another one, as in
             flash_attention_2; not beside padding, cu_seq_lens_q, a BlockMask or 4-D mask of the caller. Positions are read once per tensor
@@ -176,7 +178,8 @@ def attention_forward(
         check_flex(dropout, packed)
         window = causal, left, right
         masks = attention_mask, position_bias, documents
-        return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, deterministic), None
+        modes = deterministic, batch_invariant
+        return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, *modes), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
     options = {
@@ -186,6 +189,7 @@ def attention_forward(
         "window_size": (left, right),
         "softcap": softcap,
         "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
         "learnable_sink": s_aux,
     }
     try:
@@ -195,7 +199,7 @@ def attention_forward(
                 q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
             attend = _decode_op if torch.compiler.is_compiling() else _decode
             lengths = _cache_lengths(rows, q.shape[0])
-            out = attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux)
+            out = attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux, batch_invariant)
         elif packed or rows is not None:
             tokens = [x.flatten(0, 1) for x in (q, k, v)]
             if packed:
@@ -363,6 +367,7 @@ def _decode(
     right: int,
     softcap: float,
     sink: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """flash_attn_with_kvcache without new keys, as a torch op: its arguments have types that an op may have."""
     return kvcache.flash_attn_with_kvcache(
@@ -376,6 +381,7 @@ def _decode(
         window_size=(left, right),
         softcap=softcap,
         learnable_sink=sink,
+        batch_invariant=batch_invariant,
     )
 
 

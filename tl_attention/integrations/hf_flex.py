@@ -80,6 +80,7 @@ def flex_forward(
     softcap: float,
     sink: torch.Tensor | None,
     deterministic: bool,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """Attention of one layer with a BlockMask, a 4-D mask or a position bias: [batch, seqlen_q, heads, head_dim_v], contiguous.
 
@@ -122,7 +123,8 @@ def flex_forward(
         return score if bias is None else score + bias(b, h, q_idx, kv_idx)
 
     functions = None if positions is None and bias is None and not softcap else score_mod, block_mask
-    options = {"enable_gqa": True, "return_lse": True, "mask_mod": mask_mod, "deterministic": deterministic}
+    options = {"enable_gqa": True, "return_lse": True, "mask_mod": mask_mod}
+    options |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
     try:
         out, lse = flex_attention(query, key, value, *functions, scaling, **options)
     except ARGUMENT_ERRORS as error:

@@ -464,6 +464,18 @@ def draws(request) -> int:
     return 60 if request.config.getoption("--all-kernels", default=False) else 3
 
 
+def test_several_ranks_are_refused(monkeypatch):
+    from tl_attention.distributed import functions
+
+    q = torch.zeros(1, 8, 2, 64)
+    monkeypatch.setattr(functions, "ALWAYS_INVARIANT", True)
+    with pytest.raises(
+        ValueError,
+        match=r"TL_ATTENTION_BATCH_INVARIANT: expected it to be unset for tl_attention\.distributed",
+    ):
+        functions._checked(q, q, q, None, None)
+
+
 def test_transformers_pass_it_to_each_function(monkeypatch):
     seen = []
 

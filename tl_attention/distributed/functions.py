@@ -33,7 +33,7 @@ from tl_attention.distributed.layout import Layout, LayoutName
 from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
-from tl_attention.problem.options import as_stored, canonical_window, saveable
+from tl_attention.problem.options import ALWAYS_INVARIANT, as_stored, canonical_window, saveable
 from tl_attention.torch_ops.ops import check_device_or_warn, scale_of
 
 CLASSES: dict[str, type[Gather] | type[Ring]] = {"gather": Gather, "ring": Ring}
@@ -347,6 +347,11 @@ def _check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> dict[str, Any]:
     """Check all arguments; return those that must be equal on all ranks."""
     check_no_transforms("attention")
+    if ALWAYS_INVARIANT:
+        raise ValueError(
+            "TL_ATTENTION_BATCH_INVARIANT: expected it to be unset for tl_attention.distributed.attention on several ranks, as their number"
+            " decides the order of sums, got 1; unset it, or call flash_attn_func on one GPU"
+        )
     documents = documents_of(asked.cu_seqlens)
     packed = documents is not None
     slopes, sink = asked.alibi_slopes, asked.learnable_sink

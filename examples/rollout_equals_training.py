@@ -5,7 +5,7 @@
 A small decoder samples tokens for prompts of different lengths: it prefills a cache in chunks, then decodes token by token with all
 sequences in a batch. Then all sequences are packed, and one forward that records gradients computes the same log-probabilities. With
 batch_invariant each result of attention has the same bits in both phases; without it, they differ. Attention is not all: the products with
-weights run one sequence of 64 rows at a time here, as torch.matmul, too, rounds differently for other numbers of rows.
+weights run 64 rows at a time here, as torch.matmul, too, may round differently for other numbers of rows.
 
 Needs a Hopper GPU. The exit status is 1 if a difference is not 0.
 """

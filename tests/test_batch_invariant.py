@@ -503,3 +503,9 @@ def test_transformers_pass_it_to_each_function(monkeypatch):
         assert out.shape == (1, query.shape[2], 2, 64)
     names = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention"
     assert seen == [(name, True) for name in names]
+
+
+@gpu
+def test_example_recomputes_the_log_probabilities_of_a_rollout():
+    path = Path(__file__).parents[1] / "examples/rollout_equals_training.py"
+    subprocess.run([sys.executable, path, "--prompts", "3", "--tokens", "5"], check=True)

@@ -110,8 +110,8 @@ def flash_attn_func(
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, the place in it, the number of queries of the call and the pages, and with
             deterministic=True the gradients of a sequence those of the sequence alone
-            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
-            it in every call.
+            (docs/numerics.md). Without dropout, and num_splits at most 1.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be
             off.
     Returns:
@@ -254,8 +254,8 @@ def flash_attn_kvpacked_func(
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, the place in it, the number of queries of the call and the pages, and with
             deterministic=True the gradients of a sequence those of the sequence alone
-            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
-            it in every call.
+            (docs/numerics.md). Without dropout, and num_splits at most 1.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
@@ -376,8 +376,8 @@ def flash_attn_qkvpacked_func(
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, the place in it, the number of queries of the call and the pages, and with
             deterministic=True the gradients of a sequence those of the sequence alone
-            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
-            it in every call.
+            (docs/numerics.md). Without dropout, and num_splits at most 1.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
@@ -531,8 +531,8 @@ def flash_attn_varlen_func(
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, the place in it, the number of queries of the call and the pages, and with
             deterministic=True the gradients of a sequence those of the sequence alone
-            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
-            it in every call.
+            (docs/numerics.md). Without dropout, and num_splits at most 1.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -701,8 +701,8 @@ def flash_attn_varlen_kvpacked_func(
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, the place in it, the number of queries of the call and the pages, and with
             deterministic=True the gradients of a sequence those of the sequence alone
-            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
-            it in every call.
+            (docs/numerics.md). Without dropout, and num_splits at most 1.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -845,8 +845,8 @@ def flash_attn_varlen_qkvpacked_func(
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, the place in it, the number of queries of the call and the pages, and with
             deterministic=True the gradients of a sequence those of the sequence alone
-            (docs/numerics.md). Without dropout and num_splits. TL_ATTENTION_BATCH_INVARIANT=1 sets
-            it in every call.
+            (docs/numerics.md). Without dropout, and num_splits at most 1.
+            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -996,7 +996,7 @@ def flash_attn_with_kvcache(
         alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|.
             Not differentiable.
         num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen
-            for the whole batch. Not with batch_invariant.
+            for the whole batch. At most 1 with batch_invariant.
         return_softmax_lse: also return the log-sum-exp.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
             value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where

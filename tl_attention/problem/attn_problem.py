@@ -85,7 +85,7 @@ BUCKET_ENDS = (1024, 4096)
 BUCKETS = ("1k", "4k", "long")
 # Forwards without as many tiles as SMs need: CTAs split the keys of a tile, or share the last tiles by their keys; see launch.splits
 SPLIT_BUCKET, FEW_BUCKET = "split", "few"
-# Forwards whose bits may not depend on the batch; they have no rows, see configs.invariant_config()
+# Forwards whose bits may not depend on the batch; they have no rows, see configs.choose_invariant()
 INVARIANT_BUCKET = "invariant"
 MAX_SPLITS = 128  # CTAs per tile
 

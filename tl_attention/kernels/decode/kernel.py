@@ -24,6 +24,7 @@ from tl_attention.kernels.decode.work import (
     SegmentBox,
     WorkShare,
     WorkSizes,
+    block_of_step,
     rolled,
 )
 from tl_attention.kernels.scores.options import OptionArguments, Scores, argument_types
@@ -157,9 +158,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         return sync_warpgroup(w)
 
     def block_start(segment: Segment, i: Any) -> Any:
-        """First key of the i-th key block of a segment, in the order of KeyLoader.load(): with batch_invariant from the last one on."""
-        block = segment.steps[0] - 1 - i if config.batch_invariant else i
-        return (segment.start_block[0] + block) * block_N
+        """First key of the key block of step i of a segment."""
+        return (segment.start_block[0] + block_of_step(config, segment.steps[0], i)) * block_N
 
     def own_columns(w: Any) -> slice:
         """Columns of O that a warpgroup computes."""

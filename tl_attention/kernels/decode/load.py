@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import DecodeConfig
-from tl_attention.kernels.decode.work import KeyRanges, int_var
+from tl_attention.kernels.decode.work import KeyRanges, block_of_step, int_var
 from tl_attention.kernels.seams.pipeline import TileRing
 from tl_attention.kernels.sources.pages import CachePages
 from tl_attention.problem.attn_problem import FAR, AttnProblem
@@ -111,9 +111,8 @@ class KeyLoader:
 
     @T.inline
     def load(self, i, work):
-        """Load key block i of the segment, the next of the CTA; batch_invariant counts from the last block."""
-        if self.config.batch_invariant:
-            i = work.steps[0] - 1 - i
+        """Load the key block of step i of the segment, the next of the CTA."""
+        i = block_of_step(self.config, work.steps[0], i)
         first_key = (work.start_block[0] + i) * self.config.block_N
         if self.config.page_rows:
             self.load_from_pages(i, first_key, work)

@@ -17,6 +17,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.config.kernel_configs import DecodeConfig
 from tl_attention.kernels.seams.pipeline import sync_warpgroup
 from tl_attention.kernels.seams.roles import WARPGROUP
 from tl_attention.problem.attn_problem import AttnProblem
@@ -29,6 +30,11 @@ MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA
 def rolled(steps: Any) -> Any:
     """Loop that nvcc does not unroll. Each instruction is fetched from L2 or memory once, so less code is faster."""
     return T.unroll(steps, unroll_factor=1)
+
+
+def block_of_step(config: DecodeConfig, steps: Any, i: Any) -> Any:
+    """Key block of step i of a segment of so many steps: with batch_invariant from the last one on, as in a forward."""
+    return steps - 1 - i if config.batch_invariant else i
 
 
 def int_var() -> Any:

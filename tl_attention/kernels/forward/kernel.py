@@ -235,8 +235,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # Steps that hold the row max add P to the sums of all steps, without a sum of the block. Causal d64 at 4k 517 -> 505 us; d128 is
         # not faster with it (bf16, H200, 2026-11-27)
         sums_directly = head_dim == 64 and terms == 1
-        rounding = {"sums_directly": sums_directly, "rounds_alike": config.batch_invariant}
-        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, scores.may_hold_zero, **rounding)
+        softmax = OnlineSoftmax(
+            block_N,
+            scale_log2,
+            LAZY_GROWTH,
+            scores.may_hold_zero,
+            sums_directly,
+            rounds_alike=config.batch_invariant,
+        )
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
         # Freed once: by results.store() or free_previous() if O leaves through the slot of Q, else after the last S or after the last step

@@ -17,6 +17,8 @@ from tl_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     flex_attention,
     kvcache_workspace_bytes,
@@ -176,6 +178,8 @@ def test_every_function_takes_it_on_the_cpu():
         flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **on),
         flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **on),
         flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 8, 8, **on)[None],
+        flash_attn_varlen_qkvpacked_func(torch.stack((q, k, v), 2)[0], ends, 8, **on)[None],
+        flash_attn_varlen_kvpacked_func(q[0], torch.stack((k, v), 2)[0], ends, ends, 8, 8, **on)[None],
         flash_attn_with_kvcache(q, k, v, **on),
         flex,
     ):

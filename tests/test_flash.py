@@ -19,12 +19,14 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from tl_attention.api import flash, kvcache
 from tl_attention.config.costs import costs_of
 from tl_attention.problem.options import (
     Options,
     canonical_window,
     rows_in_use,
 )
+from tl_attention.problem.request import Request
 from tl_attention.reference import dropout_keep, rounded_dropout
 from tl_attention.torch_ops import ops
 
@@ -303,6 +305,32 @@ def test_parameters_match_flash_attention_2_and_ours_are_keyword_only(name):
             assert parameter.default == DEFAULTS[parameter.name]
         elif wanted == parameter.KEYWORD_ONLY:
             assert parameter.default is None
+
+
+class _Seen(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", [x for x in tl_attention.__all__ if x.startswith("flash_attn_")])
+def test_every_option_reaches_the_request(name, monkeypatch):
+    def new_request(*values, **options):
+        raise _Seen(dict(zip(Request._fields, values, strict=False)) | options)
+
+    monkeypatch.setattr(kvcache if name == "flash_attn_with_kvcache" else flash, "new_request", new_request)
+    function = getattr(tl_attention, name)
+    q, rows = torch.zeros(2, 8, 1, 8), (8,) if "varlen" in name else (2, 8)
+    passed = {"qkv": torch.zeros(*rows, 3, 1, 8), "kv": torch.zeros(*rows, 2, 1, 8)}
+    wanted = {}
+    for x in list(inspect.signature(function).parameters.values())[:-1]:
+        if x.default is inspect.Parameter.empty:
+            passed.setdefault(x.name, q)
+        elif x.name in Request._fields and x.name not in "kv":  # new keys of a cache
+            wanted[x.name] = f"{x.name} of the caller"
+    takes = inspect.signature(function).parameters
+    with pytest.raises(_Seen) as seen:
+        function(**{key: x for key, x in passed.items() if key in takes}, **wanted)
+    (request,) = seen.value.args
+    assert "batch_invariant" in wanted and {x: request[x] for x in wanted} == wanted
 
 
 def test_each_mask_has_one_spelling():

@@ -538,8 +538,7 @@ def flash_attn_varlen_func(
             sets it in every call.
         out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no
             memory with q, k and v. It is written and returned; gradients and vmap are refused.
-            None: a new tensor. Rows past the last sequence are not read; their out and gradients
-            are 0, their softmax_lse is -inf.
+            None: a new tensor.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,

@@ -275,8 +275,7 @@ def flash_attn_varlen_func(
             on a GPU only check_lengths checks this.
         out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no memory with q, k and v. It is
             written and returned; gradients and vmap are refused. None: a new tensor.
-
-    Rows past the last sequence are not read; their out and gradients are 0, their softmax_lse is -inf."""
+    """
     if unknown:
         raise unknown_keyword(flash_attn_varlen_func, unknown)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
@@ -329,7 +328,8 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = qkv.unbind(-3)
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, lengths=lengths,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
+        lengths=lengths,
     )  # fmt: skip
     try:
         return _attend(request, return_attn_probs)
@@ -375,7 +375,8 @@ def flash_attn_varlen_kvpacked_func(
     k, v = kv.unbind(-3)
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, lengths=lengths,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
+        lengths=lengths,
     )  # fmt: skip
     try:
         return _attend(request, return_attn_probs)

@@ -2,7 +2,8 @@
 
 Work item: one sequence, one key head and one query block of block_M rows. Items are numbered by sequence, then key head, then query block.
 Work unit: what CTAs divide. All items of a sequence have the same number of work units, by the split rule:
-    0: one unit per key block. CTAs share all keys evenly, and the range of a CTA may begin and end inside an item.
+    0: one unit per key block. CTAs share all keys evenly, and the range of a CTA may begin and end inside an item. Where it is about as
+        even, as with sequences of equal lengths, CTAs have whole items, or one of n splits as by -n: fewer partials, or none.
     n > 0: one unit per split of n key blocks, so that the splits of a sequence do not depend on other sequences.
     -n < 0: n splits of equal size, one unit each; fewer where a sequence has fewer key blocks.
 Segment: the key blocks of one item that one CTA processes without a break. An item of several segments is merged by
@@ -25,6 +26,8 @@ from tl_attention.problem.attn_problem import AttnProblem
 # Bits of the kernel argument `present`: which optional tensors a launch has
 HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX = 1, 2, 4
 MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA saves
+KEYS_OF_A_MERGE = 192  # keys that take about as long as merging the partials of an item
+MORE_KEYS = 384  # beyond them, up to a sixteenth of a CTA's keys, as equal splits also save a change of items inside a CTA
 
 
 def rolled(steps: Any) -> Any:
@@ -113,6 +116,7 @@ class WorkShare:
         self.length = int_var()  # keys
         self.first_block = int_var()  # first key block that a query sees
         self.blocks_per_split = int_var()
+        self.split_rule = int_var()  # of the launch, or what choose_equal_splits() chose
         # The range of this CTA
         self.unit = int_var()  # first work unit of the next segment
         self.end_unit = int_var()
@@ -120,6 +124,9 @@ class WorkShare:
         self.longer_ctas = int_var()  # number of CTAs, the first ones, with one unit more
         self.cta = int_var()
         self.total_units = int_var()
+        self.longest = int_var()  # work units of the longest item
+        self.splits = int_var()  # of an item
+        self.units_per_sequence = int_var()  # of all sequences; 0: they differ
         self.busy_ctas = int_var()  # CTAs that have work
         # Scan over 32 sequences, one per lane; units of one item per sequence, but for lane_units_before
         self.scanned_units = int_var()  # of the chunks of 32 before
@@ -152,11 +159,11 @@ class WorkShare:
                 (self.length[0] + sizes.block_N - 1) // sizes.block_N - self.first_block[0], 1
             )
             self.units_per_item[0] = self.num_blocks[0]
-            if sizes.split_rule != 0:
-                self.blocks_per_split[0] = sizes.split_rule
-                if sizes.split_rule < 0:  # num_blocks / -split_rule, rounded up
+            if self.split_rule[0] != 0:
+                self.blocks_per_split[0] = self.split_rule[0]
+                if self.split_rule[0] < 0:  # num_blocks / -split_rule, rounded up
                     self.blocks_per_split[0] = T.truncdiv(
-                        self.num_blocks[0] - sizes.split_rule - 1, -sizes.split_rule
+                        self.num_blocks[0] - self.split_rule[0] - 1, -self.split_rule[0]
                     )
                 self.units_per_item[0] = T.truncdiv(
                     self.num_blocks[0] + self.blocks_per_split[0] - 1, self.blocks_per_split[0]
@@ -165,12 +172,14 @@ class WorkShare:
     @T.inline
     def start(self, cta):
         """Set the range of work units of this CTA, and find the sequence of the first."""
-        self.cta[0] = cta
-        self.count_units()
         sizes = self.sizes
+        self.cta[0], self.split_rule[0] = cta, sizes.split_rule
+        self.count_units()
+        if sizes.split_rule == 0:
+            self.choose_equal_splits()
         blocks_per_cta = MIN_KEYS_PER_CTA // sizes.block_N  # at least
         enough = T.if_then_else(
-            sizes.split_rule == 0, self.total_units[0] // blocks_per_cta, self.total_units[0]
+            self.split_rule[0] == 0, self.total_units[0] // blocks_per_cta, self.total_units[0]
         )
         self.busy_ctas[0] = T.max(T.min(enough, sizes.ctas), 1)
         self.units_per_cta[0] = T.truncdiv(self.total_units[0], self.busy_ctas[0])
@@ -182,18 +191,46 @@ class WorkShare:
             self.end_unit[0] = (
                 self.unit[0] + self.units_per_cta[0] + T.if_then_else(cta < self.longer_ctas[0], 1, 0)
             )
-            self.find_sequence()
+            if self.units_per_sequence[0] > 0:
+                self.b[0] = T.truncdiv(self.unit[0], self.units_per_sequence[0])
+                self.units_before[0] = self.b[0] * self.units_per_sequence[0]
+            else:
+                self.find_sequence()
             self.read_sequence(self.b[0])
         else:
             self.unit[0] = 0  # no work: end_unit is 0, too
 
     @T.inline
+    def choose_equal_splits(self):
+        """In place of split rule 0: n splits of each item, at most one per CTA, or whole items, if that is about as even.
+
+        Lengths are equal then, up to a key block, or items are whole.
+        """
+        sizes = self.sizes
+        items, least_blocks = sizes.batch * sizes.items_per_sequence, MIN_KEYS_PER_CTA // sizes.block_N
+        self.splits[0] = T.max(T.min(T.truncdiv(sizes.ctas, items), self.longest[0] // least_blocks), 1)
+        self.blocks_per_split[0] = T.truncdiv(self.longest[0] + self.splits[0] - 1, self.splits[0])
+        are_equal = (self.splits[0] == 1) | (self.total_units[0] == items * self.longest[0])
+        # Key blocks of a CTA: the most, the mean, and how many more than the mean merging is worth
+        most = T.truncdiv(items + sizes.ctas - 1, sizes.ctas) * self.blocks_per_split[0]
+        mean = T.max(T.truncdiv(self.total_units[0], sizes.ctas), least_blocks)
+        more = KEYS_OF_A_MERGE // sizes.block_N + T.min(mean // 16, MORE_KEYS // sizes.block_N)
+        if are_equal & (most <= mean + more):
+            self.split_rule[0] = -self.splits[0]
+            self.splits[0] = T.truncdiv(
+                self.longest[0] + self.blocks_per_split[0] - 1, self.blocks_per_split[0]
+            )
+            self.units_per_sequence[0] = self.splits[0] * sizes.items_per_sequence
+            self.total_units[0] = sizes.batch * self.units_per_sequence[0]
+
+    @T.inline
     def count_units(self):
-        """Set total_units, with one sequence per lane."""
+        """Set total_units and longest, with one sequence per lane."""
         lane = T.get_thread_binding() % 32
         for chunk in rolled(T.ceildiv(self.sizes.batch, 32)):
             self.read_sequence(chunk * 32 + lane)
             self.total_units[0] += T.warp_reduce_sum(self.units_per_item[0])
+            self.longest[0] = T.max(self.longest[0], T.warp_reduce_max(self.units_per_item[0]))
         self.total_units[0] *= self.sizes.items_per_sequence
 
     @T.inline
@@ -248,7 +285,7 @@ class WorkShare:
         self.kv_head[0] = T.truncdiv(self.item[0], sizes.m_blocks)
         self.m_block[0] = self.item[0] - self.kv_head[0] * sizes.m_blocks
         self.item[0] += self.b[0] * sizes.items_per_sequence
-        if sizes.split_rule == 0:
+        if self.split_rule[0] == 0:
             self.start_block[0] = self.first_block[0] + self.unit_in_item[0]
             self.steps[0] = T.min(
                 self.units_per_item[0] - self.unit_in_item[0], self.end_unit[0] - self.unit[0]
@@ -271,7 +308,10 @@ class WorkShare:
             self.part[0] = self.unit_in_item[0]
             self.first_slot[0] = self.item_unit[0]
             self.unit[0] += 1
-            self.entry[0] = self.item[0]
+            # Entries are those of CTAs, not of items, if the launch leaves the division to choose_equal_splits()
+            self.entry[0] = T.if_then_else(
+                sizes.split_rule == 0, T.if_then_else(self.parts[0] > 1, self.cta[0], -1), self.item[0]
+            )
         if self.part[0] > 0:
             self.entry[0] = -1
 

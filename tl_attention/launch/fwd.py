@@ -208,7 +208,7 @@ class FwdPlan:
         form = copy_rows, max_logits
         found = _kernels.get((key, *form)) if config is None else _find_kernels(key, config, *form)
         if found is None:
-            found = _kernels[key, *form] = _find_kernels(key, None, *form)
+            found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
         self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"

@@ -330,10 +330,8 @@ class _Attention(torch.autograd.Function):
         *learned: torch.Tensor | None,
     ) -> Outputs:
         """call, plan: as in run_eagerly. learned: GRADIENTS of the options."""
-        if plan is None:
-            results = launch_forward(q, k, v, Call(*call), options)
-        else:
-            results = plan(q, k, v, call[0], call[2], options)
+        asked = q, k, v, call[0], call[2], options
+        results = launch_forward(q, k, v, Call(*call), options) if plan is None else plan(*asked)
         out, lse = results[:2]
         if len(results) > 2:
             ctx.mark_non_differentiable(results[2])

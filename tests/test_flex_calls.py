@@ -65,11 +65,6 @@ def test_outputs_beside_out_are_those_of_pytorch(qkv):
             ValueError,
             r"^return_aux: .*beside return_lse",
         ),
-        (
-            {"return_aux": AuxRequest(max_scores=True)},
-            NotImplementedError,
-            r"^return_aux: expected max_scores=False",
-        ),
     ],
 )
 def test_wrong_requests_of_outputs_are_named(qkv, asked, error, text):

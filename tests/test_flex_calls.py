@@ -443,8 +443,8 @@ def test_calls_keep_nothing_alive(qkv):
 def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
     seen = []
 
-    def forward(q, k, v, *layout, options, traced, deterministic):
-        assert options is None
+    def forward(q, k, v, *layout, options, traced, deterministic, max_logits):
+        assert options is None and max_logits is False
         seen.append((q, traced, layout, deterministic))
         return torch.zeros_like(q), torch.zeros(2, HEADS, 8)
 

@@ -115,14 +115,16 @@ def _splits_and_bucket(
     sizes: FwdSizes,
     options: Options | None,
     costs: Costs,
-    whole: bool,
+    added: bool,
     shares: splits.Sharing | None = None,
+    max_logits: bool = False,
 ) -> tuple[int, str]:
     """(num_splits, bucket of the config) of a forward; num_splits 0: not asked for, key_splits decides.
 
     Args:
-        whole: one CTA has all keys of a tile, as out and lse hold the result of other keys, or the largest scores are stored.
+        added: out and lse hold the result of other keys; such a forward has no splits.
         shares: tiles that CTAs may share.
+        max_logits: the largest scores are stored, so one CTA has all keys of a query.
     """
     packed = options is not None and options.varlen
     num_splits = 0 if options is None else options.num_splits
@@ -130,13 +132,13 @@ def _splits_and_bucket(
         return 1, INVARIANT_BUCKET
     if packed:
         num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, costs)
-    if whole or num_splits == 1:
+    if added or max_logits or num_splits == 1:
         bucket = length_bucket(options.max_seqlen_k if packed else sizes.seqlen_k)
     elif num_splits:
         bucket = SPLIT_BUCKET
     else:
         bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, costs, shares)
-    if options is not None and not (whole or packed):
+    if options is not None and not (added or packed):
         bucket = window_bucket(bucket, options.names, options.window_keys)
     return num_splits, bucket
 
@@ -201,7 +203,7 @@ class FwdPlan:
         if not names and traced is None and not max_logits:
             plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
             shares = splits.sharing(plain, torch.cuda.get_device_name(self.device))
-        num_splits, bucket = _splits_and_bucket(sizes, options, self.costs, added or max_logits, shares)
+        num_splits, bucket = _splits_and_bucket(sizes, options, self.costs, added, shares, max_logits)
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)

@@ -69,6 +69,18 @@ def test_shards_of_batch_and_heads_run_as_calls_of_their_own(name, options, mesh
         assert grad.placements == placements and torch.equal(grad.to_local(), expected)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_max_logits_have_the_shards_of_lse(name, mesh):
+    placements, of_lse = LAYOUTS[name]
+    parts = [local(mesh, 2, 20, heads, 64) for heads in (4, 2, 2)]
+    tensors = [whole(mesh, x, *placements) for x in parts]
+    out, lse, _, largest = flash_attn_func(*tensors, return_attn_probs=True, return_max_logits=True)
+    _, want = flash_attn_func(*parts, return_max_logits=True)
+    assert largest.placements == of_lse and largest.shape == lse.shape and not largest.requires_grad
+    assert torch.equal(largest.to_local(), want)
+    torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+
 def test_shards_of_other_functions(mesh):
     q, k, v = (local(mesh, 2, 4, 20, 64) for _ in range(3))
     placements = Shard(0), Shard(1)

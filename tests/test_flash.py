@@ -270,23 +270,27 @@ CU = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
     "flash_attn_func": (
         f"q k v {FA2}",
-        f"{OURS} num_splits batch_invariant score_mod mask_mod block_mask attn_bias",
+        f"{OURS} num_splits batch_invariant return_max_logits score_mod mask_mod block_mask attn_bias",
     ),
-    "flash_attn_qkvpacked_func": (f"qkv {FA2}", f"{OURS} batch_invariant"),
-    "flash_attn_kvpacked_func": (f"q kv {FA2}", f"{OURS} batch_invariant"),
+    "flash_attn_qkvpacked_func": (f"qkv {FA2}", f"{OURS} batch_invariant return_max_logits"),
+    "flash_attn_kvpacked_func": (f"q kv {FA2}", f"{OURS} batch_invariant return_max_logits"),
     "flash_attn_varlen_func": (
         f"q k v {CU} {FA2} block_table",
-        f"seqused_q seqused_k {OURS} num_splits batch_invariant check_lengths out",
+        f"seqused_q seqused_k {OURS} num_splits batch_invariant return_max_logits check_lengths out",
     ),
     "flash_attn_varlen_qkvpacked_func": (
         f"qkv cu_seqlens max_seqlen {FA2}",
-        f"{OURS} batch_invariant check_lengths",
+        f"{OURS} batch_invariant return_max_logits check_lengths",
     ),
-    "flash_attn_varlen_kvpacked_func": (f"q kv {CU} {FA2}", f"{OURS} batch_invariant check_lengths"),
+    "flash_attn_varlen_kvpacked_func": (
+        f"q kv {CU} {FA2}",
+        f"{OURS} batch_invariant return_max_logits check_lengths",
+    ),
 }
 DEFAULTS = {
     "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
     "deterministic": False, "return_attn_probs": False, "block_table": None, "num_splits": 0, "batch_invariant": False,
+    "return_max_logits": False,
     "check_lengths": False,
 }  # fmt: skip
 

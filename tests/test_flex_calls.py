@@ -65,11 +65,6 @@ def test_outputs_beside_out_are_those_of_pytorch(qkv):
             ValueError,
             r"^return_aux: .*beside return_lse",
         ),
-        (
-            {"return_aux": AuxRequest(max_scores=True)},
-            NotImplementedError,
-            r"^return_aux: expected max_scores=False",
-        ),
     ],
 )
 def test_wrong_requests_of_outputs_are_named(qkv, asked, error, text):
@@ -448,8 +443,8 @@ def test_calls_keep_nothing_alive(qkv):
 def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
     seen = []
 
-    def forward(q, k, v, *layout, options, traced, deterministic):
-        assert options is None
+    def forward(q, k, v, *layout, options, traced, deterministic, max_logits):
+        assert options is None and max_logits is False
         seen.append((q, traced, layout, deterministic))
         return torch.zeros_like(q), torch.zeros(2, HEADS, 8)
 

@@ -344,7 +344,8 @@ def test_recording_keeps_results_that_are_no_tensors(result):
     assert function(0, 0, 0, 0) == result and type(function(0, 0, 0, 0)) is type(result)
 
 
-def test_flex_op_passes_opcheck():
+@pytest.mark.parametrize("op", ["flex", "flex_max_logits"])
+def test_flex_op_passes_opcheck(op):
     q, bias = (torch.randn(*size, requires_grad=True) for size in ((1, 2, 5, 16), (2,)))
     text = "def make(x0):\n    def score_mod(score, b, h, q_idx, kv_idx):\n        return score + x0[h]\n    return score_mod"
     arguments = (
@@ -365,7 +366,7 @@ def test_flex_op_passes_opcheck():
         True,
         False,
     )
-    torch.library.opcheck(torch.ops.tl_attention.flex.default, arguments)
+    torch.library.opcheck(getattr(torch.ops.tl_attention, op).default, arguments)
 
 
 def test_lists_of_a_graph_are_kept_until_they_change():

@@ -567,3 +567,24 @@ def test_negated_views_give_the_results_of_their_values(form, device):
         results.append((out, *torch.autograd.grad(out, wanted, dout)))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("lengths", [(), packed(9, 16)], ids=["dense", "varlen"])
+def test_max_logits_are_part_of_a_signature(lengths, kernels, checks):
+    qkv = leaves(*((16,) if lengths else (2, 16)), HEADS, 64)
+    for records in (True, False, True):
+        with torch.set_grad_enabled(records):
+            out, largest = attend(qkv, lengths, {"causal": True, "return_max_logits": True})
+            of_max = kernels[-1]
+            plain = attend(qkv, lengths, {"causal": True})
+        assert isinstance(plain, torch.Tensor) and plain.requires_grad == out.requires_grad == records
+        assert len(of_max) == len(kernels[-1]) + 1 and not largest.requires_grad
+        assert of_max[-1].data_ptr() == largest.data_ptr()
+        if lengths:  # no kernel writes the rows of no sequence
+            assert bool((largest == -float("inf")).all())
+        if records:
+            kernels.clear()
+            grads = [torch.autograd.grad(x, qkv, torch.ones_like(x)) for x in (out, plain)]
+            half = len(kernels) // 2
+            assert len(grads) == 2 and facts(kernels[:half]) == facts(kernels[half:])
+    assert len(checks) == 2

@@ -20,6 +20,9 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
     out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     by_position = flash_attn_func(q, k, v, 0.0, None, True, (-1, -1), 0.0, None, False, True)
     again: torch.Tensor = by_position[1]
+    out, largest = flash_attn_func(q, k, v, causal=True, return_max_logits=True)
+    both = flash_attn_func(q, k, v, return_attn_probs=True, return_max_logits=True)
+    again = again + largest + both[3]
     packed: torch.Tensor = tl_attention.flash_attn_qkvpacked_func(
         torch.stack((q, k, v), 2), precision="highest"
     )

@@ -61,6 +61,7 @@ def flash_attn_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -112,6 +113,11 @@ def flash_attn_func(
             deterministic=True the gradients of a sequence those of the sequence alone
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        return_max_logits: also return the largest score of each query, max_logits, as the softmax
+            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
+            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
+            most 1.
         score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be
             off.
     Returns:
@@ -119,7 +125,10 @@ def flash_attn_func(
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
             seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that
             sees no key has out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse =
-            sink. out and softmax_lse are differentiable once: there is no second derivative.
+            sink. out and softmax_lse are differentiable once: there is no second derivative. With
+            return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None,
+            max_logits), in the shape of softmax_lse, fp32, -inf for a query that sees no key and
+            for rows of no sequence.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -144,6 +153,7 @@ def flash_attn_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -168,11 +178,87 @@ def flash_attn_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
     attn_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: Literal[True],
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
+    attn_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
 @overload
 def flash_attn_func(
     q: torch.Tensor,
@@ -192,11 +278,17 @@ def flash_attn_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
     attn_bias: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...
 @overload
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
@@ -214,6 +306,7 @@ def flash_attn_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> torch.Tensor:
     """flash_attn_func of k and v packed in one tensor, which gets one gradient.
 
@@ -256,12 +349,20 @@ def flash_attn_kvpacked_func(
             deterministic=True the gradients of a sequence those of the sequence alone
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        return_max_logits: also return the largest score of each query, max_logits, as the softmax
+            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
+            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
+            most 1.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
             seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that
             sees no key has out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse =
-            sink. out and softmax_lse are differentiable once: there is no second derivative.
+            sink. out and softmax_lse are differentiable once: there is no second derivative. With
+            return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None,
+            max_logits), in the shape of softmax_lse, fp32, -inf for a query that sees no key and
+            for rows of no sequence.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -284,6 +385,7 @@ def flash_attn_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -302,7 +404,65 @@ def flash_attn_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: Literal[True],
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
@@ -320,7 +480,13 @@ def flash_attn_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+    return_max_logits: bool = False,
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
@@ -337,6 +503,7 @@ def flash_attn_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> torch.Tensor:
     """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
 
@@ -378,12 +545,20 @@ def flash_attn_qkvpacked_func(
             deterministic=True the gradients of a sequence those of the sequence alone
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        return_max_logits: also return the largest score of each query, max_logits, as the softmax
+            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
+            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
+            most 1.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
             seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that
             sees no key has out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse =
-            sink. out and softmax_lse are differentiable once: there is no second derivative.
+            sink. out and softmax_lse are differentiable once: there is no second derivative. With
+            return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None,
+            max_logits), in the shape of softmax_lse, fp32, -inf for a query that sees no key and
+            for rows of no sequence.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -405,6 +580,7 @@ def flash_attn_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -422,7 +598,62 @@ def flash_attn_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: Literal[True],
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
@@ -439,7 +670,13 @@ def flash_attn_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+    return_max_logits: bool = False,
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...
 @overload
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -466,6 +703,7 @@ def flash_attn_varlen_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -533,6 +771,11 @@ def flash_attn_varlen_func(
             deterministic=True the gradients of a sequence those of the sequence alone
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        return_max_logits: also return the largest score of each query, max_logits, as the softmax
+            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
+            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
+            most 1.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -544,7 +787,10 @@ def flash_attn_varlen_func(
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
             seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that
             sees no key has out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse =
-            sink. out and softmax_lse are differentiable once: there is no second derivative.
+            sink. out and softmax_lse are differentiable once: there is no second derivative. With
+            return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None,
+            max_logits), in the shape of softmax_lse, fp32, -inf for a query that sees no key and
+            for rows of no sequence.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -576,6 +822,7 @@ def flash_attn_varlen_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
@@ -605,9 +852,100 @@ def flash_attn_varlen_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    block_table: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: Literal[True],
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -634,9 +972,15 @@ def flash_attn_varlen_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
@@ -658,6 +1002,7 @@ def flash_attn_varlen_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
 ) -> torch.Tensor:
     """flash_attn_varlen_func of k and v packed in one tensor, which gets one gradient.
@@ -702,6 +1047,11 @@ def flash_attn_varlen_kvpacked_func(
             deterministic=True the gradients of a sequence those of the sequence alone
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        return_max_logits: also return the largest score of each query, max_logits, as the softmax
+            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
+            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
+            most 1.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -710,7 +1060,10 @@ def flash_attn_varlen_kvpacked_func(
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
             seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that
             sees no key has out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse =
-            sink. out and softmax_lse are differentiable once: there is no second derivative.
+            sink. out and softmax_lse are differentiable once: there is no second derivative. With
+            return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None,
+            max_logits), in the shape of softmax_lse, fp32, -inf for a query that sees no key and
+            for rows of no sequence.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -737,6 +1090,7 @@ def flash_attn_varlen_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -760,8 +1114,81 @@ def flash_attn_varlen_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: Literal[True],
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
@@ -783,8 +1210,14 @@ def flash_attn_varlen_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     check_lengths: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
@@ -803,6 +1236,7 @@ def flash_attn_varlen_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
 ) -> torch.Tensor:
     """flash_attn_varlen_func of q, k and v packed in one tensor, which gets one gradient; q and k share cu_seqlens.
@@ -846,6 +1280,11 @@ def flash_attn_varlen_qkvpacked_func(
             deterministic=True the gradients of a sequence those of the sequence alone
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+        return_max_logits: also return the largest score of each query, max_logits, as the softmax
+            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
+            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
+            most 1.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -854,7 +1293,10 @@ def flash_attn_varlen_qkvpacked_func(
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
             seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that
             sees no key has out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse =
-            sink. out and softmax_lse are differentiable once: there is no second derivative.
+            sink. out and softmax_lse are differentiable once: there is no second derivative. With
+            return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None,
+            max_logits), in the shape of softmax_lse, fp32, -inf for a query that sees no key and
+            for rows of no sequence.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -878,6 +1320,7 @@ def flash_attn_varlen_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 @overload
@@ -898,8 +1341,72 @@ def flash_attn_varlen_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: Literal[False] = False,
     check_lengths: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: Literal[True],
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    precision: Precision | None = None,
+    batch_invariant: bool = False,
+    return_max_logits: Literal[True],
+    check_lengths: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
@@ -918,8 +1425,14 @@ def flash_attn_varlen_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     check_lengths: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...
 @overload
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -1146,7 +1659,8 @@ def flex_attention(
         enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
         kernel_options: must be None: these are options of PyTorch's kernels.
-        return_aux: PyTorch's AuxRequest: also return an AuxOutput. Its max_scores are refused. Instead of return_lse.
+        return_aux: PyTorch's AuxRequest: also return an AuxOutput, with lse, or max_scores, the largest new score of each query, which are
+            not differentiable. Instead of return_lse.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; instead of block_mask.
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod,
             and may require a gradient; a bool tensor hides the keys where it is False.
@@ -1159,8 +1673,8 @@ def flex_attention(
             deterministic=True its gradients, too (docs/numerics.md). TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
-        [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
-        key has out 0 and lse -inf. Both are differentiable, once.
+        [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse and max_scores of the same
+        shape, or None. A query that sees no key has out 0, lse -inf and max_scores -inf. out and lse are differentiable, once.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what was passed.
     Source: Dong et al. 2024 (FlexAttention).

@@ -243,10 +243,15 @@ class AttentionTrial(Trial):
     def exact_dtype(self) -> torch.dtype:
         return torch.float64 if self.problem.is_fp32 else torch.float32
 
-    def _reference(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def max_logits(self) -> bool:
+        """True for a forward that returns these, after out and lse."""
+        return getattr(self.config, "max_logits", False)
+
+    def _reference(self, dtype: torch.dtype) -> Outputs:
         reference = varlen_reference if self.packed else attention_reference
         arguments = self.q, self.k, self.v
-        options = self.of_reference
+        options = self.of_reference | ({"max_logits": True} if self.max_logits else {})
         if self.packed:
             options = {"softmax_scale": self.scale, "causal": self.problem.causal, **options}
             return reference(*arguments, dtype=dtype, **options)
@@ -277,7 +282,8 @@ class AttentionTrial(Trial):
         if not self.backward:
             if self.block_table is not None:
                 k, v = self.pages
-            return launch.forward(q, k, v, *layout, self.config, self.options, self.block_table)
+            given = *layout, self.config, self.options, self.block_table
+            return launch.forward(q, k, v, *given, max_logits=self.max_logits)
         dout, out = self._heads_first(self.dout, self.out)
         deterministic = self.call_class.kind == "bwd_det"
         given = *layout, deterministic, self.dlse, self.config, self.options
@@ -294,15 +300,19 @@ class AttentionTrial(Trial):
     def faults(self, outputs: Outputs) -> list[str]:
         if self.backward:
             return self._faults_of_gradients(outputs)
-        out, lse = outputs
+        out, lse, *largest = outputs
         (out,) = self._heads_first(out)
         found = []
         if self.packed:
             out, lse, found = self._with_unused((out, 0.0, self.used_q), (lse, -math.inf, self.used_q))
+            if any(not bool((x[:, ~self.used_q] == -math.inf).all()) for x in largest):
+                found.append("max_logits of rows that are not used are not -inf")
         if self.problem.is_fp32:
-            return found + self._fp32_faults(("out", "lse"), (out, lse), self._reference)
+            names = ("out", "lse", "max_logits")[: len(outputs)]
+            return found + self._fp32_faults(names, (out, lse, *largest), self._reference)
         arguments = self.q, self.k, self.v, self.scale, self.problem.causal
-        return found + forward_faults(out, lse, *arguments, **self.of_reference)
+        asked = {"max_logits": largest[0]} if largest else {}
+        return found + forward_faults(out, lse, *arguments, **asked, **self.of_reference)
 
     def _with_unused(self, *outputs: tuple[torch.Tensor, float, torch.Tensor]) -> list:
         """Outputs with a value in rows that are not used, and last the faults.
@@ -356,7 +366,7 @@ class AttentionTrial(Trial):
         factors = {"dq": numeric._peak(self.k), "dk": rows * numeric._peak(self.q)}
         for name, x, wanted, other in zip(names, outputs, exact, peer, strict=True):
             largest = numeric._peak(wanted)
-            if name == "lse":
+            if name in ("lse", "max_logits"):
                 allowed = LSE_ERROR[terms] * max(1.0, largest)
             else:
                 allowed = RELATIVE_ERROR[terms] * times * largest

@@ -75,7 +75,7 @@ def kind_of(one: CallClass) -> tuple:
     problem, config = one.problem, passes[0]
     flags = [
         bool(getattr(config, name, False))
-        for name in ("split", "hold_max", "one_tile", "term_stages", "page_rows")
+        for name in ("split", "hold_max", "one_tile", "term_stages", "page_rows", "max_logits")
     ]
     options = problem.has("varlen"), bool(set(problem.options) - {"varlen"}), problem.program is not None
     return one.part, problem.causal, *options, *schedules, *flags, getattr(config, "rounds_dq", False)

@@ -167,7 +167,9 @@ def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
         others = tensor(rows[0], draw.heads, widths[1]).float(), torch.zeros(draw.batch, draw.heads, rows[0])
         return lambda: launch.forward(q, k, v, *layout, out=others[0], lse=others[1])
     if kind.direction in (FORWARD, PAGED):
-        return lambda: launch.forward(q, k, v, *layout, kind.config, options, table, traced=traced())
+        max_logits = getattr(kind.config, "max_logits", False)
+        given = *layout, kind.config, options, table
+        return lambda: launch.forward(q, k, v, *given, traced=traced(), max_logits=max_logits)
     out = tensor(rows[0], draw.heads, widths[1])
     lse = torch.zeros(*outer, draw.heads, rows[0])
     deterministic = kind.direction == DETERMINISTIC

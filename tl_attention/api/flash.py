@@ -25,6 +25,9 @@ Args:
     deterministic: bitwise equal gradients from run to run; docs/numerics.md says how much longer the backward takes. The forward
         always is. torch.use_deterministic_algorithms(True) sets it, too.
     return_attn_probs: also return the log-sum-exp.
+    return_max_logits: also return the largest score of each query, max_logits, as the softmax sees it: scaled, capped, with ALiBi or after
+        score_mod, over the keys that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
+        and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at most 1.
     precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
         Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
@@ -38,7 +41,8 @@ Returns:
     out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
     softmax_lse is [batch, heads, seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that sees no key has
     out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse = sink. out and softmax_lse are differentiable once: there is no
-    second derivative.
+    second derivative. With return_max_logits max_logits come last, (out, max_logits) or (out, softmax_lse, None, max_logits), in the shape
+    of softmax_lse, fp32, -inf for a query that sees no key and for rows of no sequence.
 Raises:
     TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
 Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -46,8 +50,8 @@ Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -62,11 +66,18 @@ from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.attn_problem import Precision
 from tl_attention.problem.request import MaskMod, Request, ScoreMod, new_request
 from tl_attention.torch_ops.attend import attend
+from tl_attention.torch_ops.ops import Outputs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+# Without flags, with return_attn_probs, with return_max_logits, with both
+Output = (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+)
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
 _KV = NAMES[1]._replace(tensor="kv")
 # Name in an error of the checks -> argument of the packed function
@@ -79,9 +90,19 @@ _VARLEN_QKV_NAMES = Renaming(
 )
 
 
-def _attend(request: Request, return_attn_probs: bool) -> Output:
+def _attend(
+    request: Request,
+    return_attn_probs: bool,
+    return_max_logits: bool,
+    attend: Callable[[Request], Outputs] = attend,
+) -> Any:
+    """Results of a public function, by attend()."""
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)
+    if return_max_logits is not False:
+        expect_bool("return_max_logits", return_max_logits)
+        out, lse, largest = attend(request._replace(max_logits=True))
+        return (out, lse, None, largest) if return_attn_probs else (out, largest)
     out, lse = attend(request)
     return (out, lse, None) if return_attn_probs else out
 
@@ -118,6 +139,7 @@ def flash_attn_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
@@ -143,10 +165,9 @@ def flash_attn_func(
     )  # fmt: skip
     # One by one, as torch.compile cannot compare functions
     if score_mod is None and mask_mod is None and block_mask is None and attn_bias is None:
-        return _attend(request, return_attn_probs)
-    expect_bool("return_attn_probs", return_attn_probs)
-    out, lse = attend_by_functions(request._replace(functions=(score_mod, mask_mod, block_mask, attn_bias)))
-    return (out, lse, None) if return_attn_probs else out
+        return _attend(request, return_attn_probs, return_max_logits)
+    request = request._replace(functions=(score_mod, mask_mod, block_mask, attn_bias))
+    return _attend(request, return_attn_probs, return_max_logits, attend_by_functions)
 
 
 def flash_attn_qkvpacked_func(
@@ -164,6 +185,7 @@ def flash_attn_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
@@ -180,7 +202,7 @@ def flash_attn_qkvpacked_func(
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
     )  # fmt: skip
     try:
-        return _attend(request, return_attn_probs)
+        return _attend(request, return_attn_probs, return_max_logits)
     except ARGUMENT_ERRORS as error:
         raise _QKV_NAMES.of(error) from None
 
@@ -201,6 +223,7 @@ def flash_attn_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of k and v packed in one tensor, which gets one gradient.
@@ -218,7 +241,7 @@ def flash_attn_kvpacked_func(
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
     )  # fmt: skip
     try:
-        return _attend(request, return_attn_probs)
+        return _attend(request, return_attn_probs, return_max_logits)
     except ARGUMENT_ERRORS as error:
         raise _KV_NAMES.of(error) from None
 
@@ -248,6 +271,7 @@ def flash_attn_varlen_func(
     precision: Precision | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
     **unknown: NoReturn,
@@ -287,11 +311,13 @@ def flash_attn_varlen_func(
         batch_invariant=batch_invariant, lengths=lengths,
     )  # fmt: skip
     if block_table is None and out is None:
-        return _attend(request, return_attn_probs)
-    if return_attn_probs is not False:
-        expect_bool("return_attn_probs", return_attn_probs)
-    out, lse = attend_packed(request, block_table, out, check_lengths)
-    return (out, lse, None) if return_attn_probs else out
+        return _attend(request, return_attn_probs, return_max_logits)
+    return _attend(
+        request,
+        return_attn_probs,
+        return_max_logits,
+        lambda request: attend_packed(request, block_table, out, check_lengths),
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -311,6 +337,7 @@ def flash_attn_varlen_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     check_lengths: bool = False,
     **unknown: NoReturn,
 ) -> Output:
@@ -332,7 +359,7 @@ def flash_attn_varlen_qkvpacked_func(
         lengths=lengths,
     )  # fmt: skip
     try:
-        return _attend(request, return_attn_probs)
+        return _attend(request, return_attn_probs, return_max_logits)
     except ARGUMENT_ERRORS as error:
         raise _VARLEN_QKV_NAMES.of(error) from None
 
@@ -357,6 +384,7 @@ def flash_attn_varlen_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: Precision | None = None,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
     check_lengths: bool = False,
     **unknown: NoReturn,
 ) -> Output:
@@ -379,7 +407,7 @@ def flash_attn_varlen_kvpacked_func(
         lengths=lengths,
     )  # fmt: skip
     try:
-        return _attend(request, return_attn_probs)
+        return _attend(request, return_attn_probs, return_max_logits)
     except ARGUMENT_ERRORS as error:
         raise _KV_NAMES.of(error) from None
 

@@ -69,7 +69,8 @@ def flex_attention(
         enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
         kernel_options: must be None: these are options of PyTorch's kernels.
-        return_aux: PyTorch's AuxRequest: also return an AuxOutput. Its max_scores are refused. Instead of return_lse.
+        return_aux: PyTorch's AuxRequest: also return an AuxOutput, with lse, or max_scores, the largest new score of each query, which are
+            not differentiable. Instead of return_lse.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; instead of block_mask.
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod,
             and may require a gradient; a bool tensor hides the keys where it is False.
@@ -82,8 +83,8 @@ def flex_attention(
             deterministic=True its gradients, too (docs/numerics.md). TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
-        [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
-        key has out 0 and lse -inf. Both are differentiable, once.
+        [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse and max_scores of the same
+        shape, or None. A query that sees no key has out 0, lse -inf and max_scores -inf. out and lse are differentiable, once.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what was passed.
     Source: Dong et al. 2024 (FlexAttention).
@@ -107,26 +108,28 @@ def flex_attention(
     functions = score_mod, mask_mod, block_mask, attn_bias
     request = new_request(
         query, key, value, scale, False, deterministic, precision, batch_invariant=batch_invariant, heads_first=True,
-        functions=functions, enable_gqa=enable_gqa,
+        functions=functions, enable_gqa=enable_gqa, max_logits=return_aux is not None and bool(return_aux.max_scores),
     )  # fmt: skip
-    out, lse = _attend(request)
+    out, lse, *largest = _attend(request)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
+        return out, AuxOutput(
+            lse=lse if return_aux.lse else None, max_scores=largest[0] if return_aux.max_scores else None
+        )
     return (out, lse) if return_lse else out
 
 
-def attend_by_functions(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of flash_attn_func with functions, whose options must be off but for the precision."""
+def attend_by_functions(request: Request) -> tuple[torch.Tensor, ...]:
+    """Results of flash_attn_func with functions, whose options must be off but for the precision."""
     check_deterministic(request.deterministic)
     check_not_transformed(FLASH_NAMES.function)
     check_no_options(request)
     return _attend(request)
 
 
-def _attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call with functions: as an op that torch.compile keeps, else at once."""
+def _attend(request: Request) -> tuple[torch.Tensor, ...]:
+    """Results of a call with functions: as an op that torch.compile keeps, else at once."""
     expect_bool("batch_invariant", request.batch_invariant)
     if _is_compiling():
         from tl_attention.api.flex_compiled import attend_compiled

@@ -52,12 +52,14 @@ _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"
 
 
 def attend_functions(
-    request: Request, results: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    request: Request, results: tuple[torch.Tensor, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
     """(out, lse) of a call with functions, from unchecked arguments but for the switches of flex_attention.
 
+    With max_logits (out, lse, max_logits).
+
     Args:
-        results: (out, lse) of an earlier call of the same request. Nothing is computed then: these come back with derivatives.
+        results: those of an earlier call of the same request. Nothing is computed then: these come back with derivatives.
     """
     q, k, v, scale, _, deterministic, precision = request[:7]
     functions, heads_first = request.functions, request.heads_first
@@ -95,7 +97,7 @@ def attend_functions(
         if runs_in_bf16(q, terms):
             in_half = request._replace(precision=None)
             if results is not None:
-                results = results[0].bfloat16(), results[1]
+                results = results[0].bfloat16(), *results[1:]
             return in_bf16(
                 lambda q, k, v: attend_functions(in_half._replace(q=q, k=k, v=v), results), q, k, v
             )
@@ -110,6 +112,9 @@ def attend_functions(
     layout = scale_of(q, scale), False, False, heads_first, deterministic
     options = options_of_terms(terms, request.batch_invariant)
     if differentiate and any([x.requires_grad for x in (q, k, v, *call.tensors)]):
+        if request.max_logits and results is None:
+            with torch.no_grad():
+                results = run_forward(call, layout, options, q, k, v, max_logits=True)
         try:
             return differentiable(call, layout, options, results, q, k, v, *call.tensors)
         except RuntimeError:  # of torch, if it cannot save a tensor of inference mode
@@ -118,10 +123,10 @@ def attend_functions(
                 raise
             call = replace(call, tensors=captured)
             return differentiable(call, layout, options, results, q, k, v, *captured)
-    return run_forward(call, layout, options, q, k, v)
+    return run_forward(call, layout, options, q, k, v, request.max_logits)
 
 
-def _on_shards(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_shards(request: Request) -> tuple[torch.Tensor, ...]:
     """attend_functions() of DTensors, on this rank's batch entries and heads."""
     q, k, v, *_ = request
     try:
@@ -298,8 +303,8 @@ def check_request(request: Request) -> tuple[torch.Tensor, torch.Tensor, bool, N
     return query, key, expanded[0] is not k, names
 
 
-def _shapes(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
+def _shapes(request: Request) -> tuple[torch.Tensor, ...]:
+    """Results of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
     query, *_ = check_request(request)
     q, k, v, _, _, _, precision, *_ = request
     check_device_or_warn(query, traced=True)
@@ -308,7 +313,8 @@ def _shapes(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     score_mod, mask_mod, block_mask, attn_bias = request.functions
     captures = Captures.of(score_mod, mask_mod if block_mask is None else block_mask.mask_mod, attn_bias)
     inputs = [q, k, v, *(() if captures is None else captures.tensors)]
-    return Shapes.apply(request.heads_first, *inputs)
+    out, lse = Shapes.apply(request.heads_first, *inputs)
+    return (out, lse, torch.empty_like(lse.detach())) if request.max_logits else (out, lse)
 
 
 def _is_recorded() -> bool:
@@ -317,9 +323,9 @@ def _is_recorded() -> bool:
 
 
 def _with_options(
-    request: Request, options: BuiltinOptions, results: tuple[torch.Tensor, torch.Tensor] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of functions that are options, by the kernels of the options. results: as in attend_functions()."""
+    request: Request, options: BuiltinOptions, results: tuple[torch.Tensor, ...] | None
+) -> tuple[torch.Tensor, ...]:
+    """Results of functions that are options, by the kernels of the options. results: as in attend_functions()."""
     q, k, v, scale, _, deterministic, precision = request[:7]
     causal, window, softcap, slopes = options
     asked: dict[str, Any] = {"heads_first": request.heads_first}
@@ -329,14 +335,15 @@ def _with_options(
     if transposes:
         q, k, v = transposed(q, k, v)
     of_options = new_request(
-        q, k, v, scale, causal, deterministic, precision, batch_invariant=request.batch_invariant, **asked
-    )
+        q, k, v, scale, causal, deterministic, precision, batch_invariant=request.batch_invariant, max_logits=request.max_logits,
+        **asked,
+    )  # fmt: skip
     if results is None:
-        out, lse = attend(of_options)
+        out, *numbers = attend(of_options)
     else:
-        out, lse = results
-        out, lse = attend_again(of_options, (out.transpose(1, 2) if transposes else out, lse))
-    return (out.transpose(1, 2) if transposes else out), lse
+        out, *numbers = results
+        out, *numbers = attend_again(of_options, (out.transpose(1, 2) if transposes else out, *numbers))
+    return (out.transpose(1, 2) if transposes else out), *numbers
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from tl_attention.torch_ops.transforms import (
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
 from tl_attention.tracing.trace import above_autograd
 
-Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Outputs = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 
 
 class _Call(NamedTuple):
@@ -65,10 +65,10 @@ class _Call(NamedTuple):
             return score_mod, mask_mod, None, self.attn_bias
         return score_mod, None, block_mask_of(self.lists, tuple(self.blocks), mask_mod), self.attn_bias
 
-    def request(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Request:
+    def request(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_logits: bool = False) -> Request:
         return new_request(
             q, k, v, self.scale, False, self.deterministic, self.precision, batch_invariant=self.batch_invariant,
-            heads_first=self.heads_first, functions=self.functions,
+            heads_first=self.heads_first, functions=self.functions, max_logits=max_logits,
         )  # fmt: skip
 
 
@@ -98,7 +98,8 @@ def attend_compiled(request: Request) -> Outputs:
     texts = recording.text("score_mod", score_mod), recording.text("mask_mod", mask_mod)
     captured = recording.tensors, lists, recording.ints, recording.floats, blocks
     others = scale_of(q, scale), deterministic, precision, request.heads_first, request.batch_invariant
-    return flex_op(q, k, v, attn_bias, *captured, *texts, *others)
+    op = flex_max_logits_op if request.max_logits else flex_op
+    return op(q, k, v, attn_bias, *captured, *texts, *others)
 
 
 _attend_eagerly = torch._disable_dynamo(attend_functions)
@@ -143,12 +144,33 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments:
 @define_op("flex", f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _fake_forward)
 def flex_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Outputs:
     """The forward: a launch, or the reference on CPU tensors."""
+    return _forward(q, k, v, arguments)
+
+
+def _fake_with_max(*arguments: Any) -> Outputs:
+    out, lse = _fake_forward(*arguments)
+    return out, lse, torch.empty_like(lse)
+
+
+@define_op(
+    "flex_max_logits",
+    f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _fake_with_max,
+)
+def flex_max_logits_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Outputs:
+    """flex_op with max_logits, an op of its own: exported programs hold the outputs of flex_op."""
+    return _forward(q, k, v, arguments, max_logits=True)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Sequence[Any], max_logits: bool = False
+) -> Outputs:
     call = _Call(*arguments)
     if any(isinstance(x, _Leaf) for x in call.captured):
         raise _hidden_operation()
     with torch.no_grad():
-        out, lse = attend_functions(call.request(q, k, v))
-    return out.contiguous(), lse
+        out, *numbers = attend_functions(call.request(q, k, v, max_logits))
+    return out.contiguous(), *numbers
 
 
 def _fake_backward(*arguments: Any) -> list[torch.Tensor]:
@@ -200,11 +222,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     learned = q, k, v, call.attn_bias, *call.captured
     ctx.wanted = [i for i, x in enumerate(learned) if x is not None and x.requires_grad]
     ctx.call, ctx.captured = call._replace(attn_bias=None, captured=[], lists=[]), len(call.captured)
-    ctx.save_for_backward(*output, q, k, v, call.attn_bias, *call.captured, *call.lists)
+    out, lse, *largest = output
+    ctx.save_for_backward(out, lse, q, k, v, call.attn_bias, *call.captured, *call.lists)
+    ctx.mark_non_differentiable(*largest)
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     out, lse, q, k, v, bias, *others = ctx.saved_tensors
     call = ctx.call._replace(attn_bias=bias, captured=others[: ctx.captured], lists=others[ctx.captured :])
     grads: list[torch.Tensor | None] = [None] * (4 + ctx.captured)
@@ -226,5 +250,7 @@ def _no_double_backward(ctx: Any, *grads: Any) -> NoReturn:
 
 
 register_autograd_of_lists(flex_op, _save, _backward)
+register_autograd_of_lists(flex_max_logits_op, _save, _backward)
 register_autograd_of_lists(flex_bwd_op, _save_nothing, _no_double_backward)
-refuse_vmap(flex_op, transformed(FLEX_NAMES.function))
+for _op in (flex_op, flex_max_logits_op):
+    refuse_vmap(_op, transformed(FLEX_NAMES.function))

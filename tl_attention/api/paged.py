@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from tl_attention.torch_ops.ops import (
     Outputs,
     are_plain,
     check_device_or_warn,
+    fwd_max_logits_op,
     fwd_op,
     is_traced,
     launch_forward,
@@ -37,7 +39,10 @@ from tl_attention.torch_ops.ops import (
 def attend_packed(
     request: Request, block_table: torch.Tensor | None, out: torch.Tensor | None, check_lengths: bool
 ) -> Outputs:
-    """(out, lse) of flash_attn_varlen_func with block_table or out, from unchecked arguments."""
+    """(out, lse) of flash_attn_varlen_func with block_table or out, from unchecked arguments but for max_logits.
+
+    With max_logits (out, lse, max_logits).
+    """
     q, k, v, softmax_scale, causal, deterministic, *_ = request
     name = "out" if block_table is None else "block_table"
     check_no_fp32(name, q)
@@ -76,9 +81,10 @@ def attend_packed(
         check_no_forward_ad("flash_attn_varlen_func with block_table or out")
     check_device_or_warn(q, traced)
     if not traced:
-        return _attend(q, k, v, block_table, out, call, options)
-    result, lse = fwd_packed_op(q, k, v, block_table, out, *call, *arguments)
-    return result if out is None else out, lse
+        return _attend(q, k, v, block_table, out, call, options, request.max_logits)
+    op = fwd_packed_max_logits_op if request.max_logits else fwd_packed_op
+    result, *numbers = op(q, k, v, block_table, out, *call, *arguments)
+    return result if out is None else out, *numbers
 
 
 def _attend(
@@ -89,13 +95,15 @@ def _attend(
     out: torch.Tensor | None,
     call: Call,
     options: Options,
+    max_logits: bool = False,
 ) -> Outputs:
     """A launch, or the reference on CPU tensors."""
     check_paged_addresses(q, k, v, block_table is not None, out)
     if q.is_cuda:
-        return launch_forward(q, k, v, call, options, block_table, out)
+        return launch_forward(q, k, v, call, options, block_table, out, max_logits)
     if block_table is None:
-        result, lse = fwd_op(q, k, v, *call, *options.arguments())
+        op = fwd_max_logits_op if max_logits else fwd_op
+        result, *numbers = op(q, k, v, *call, *options.arguments())
     else:
         check_side(NAMES[0], options.cu_seqlens_q, options.seqused_q, options.max_seqlen_q, q.shape[0])
         lengths = check_paged_keys(
@@ -107,7 +115,7 @@ def _attend(
             k.shape[1],
             k.shape[0],
         )
-        result, lse = paged_varlen_reference(
+        result, *numbers = paged_varlen_reference(
             q,
             k,
             v,
@@ -117,13 +125,14 @@ def _attend(
             call.softmax_scale,
             call.causal,
             seqused_q=options.seqused_q,
+            max_logits=max_logits,
             **options.reference_arguments(),
         )
         result = result.to(q.dtype)
     if out is None:
-        return result, lse
+        return result, *numbers
     with writing(out):
-        return out.copy_(result), lse
+        return out.copy_(result), *numbers
 
 
 @torch.library.custom_op(
@@ -143,14 +152,44 @@ def fwd_packed_op(
     """The forward of packed queries: (out, lse). If `out` is passed it is written, and the first result is empty: an op may not return
     one of its arguments.
     """
+    return _run_op(q, k, v, block_table, out, arguments)
+
+
+@torch.library.custom_op(
+    "tl_attention::fwd_packed_max_logits",
+    mutates_args=("out",),
+    device_types=("cuda", "cpu"),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? block_table, Tensor(a!)? out, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def fwd_packed_max_logits_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor | None,
+    out: torch.Tensor | None,
+    *arguments: object,
+) -> Outputs:
+    """fwd_packed_op with max_logits."""
+    return _run_op(q, k, v, block_table, out, arguments, max_logits=True)
+
+
+def _run_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor | None,
+    out: torch.Tensor | None,
+    arguments: Sequence[object],
+    max_logits: bool = False,
+) -> Outputs:
     if q.is_cuda:
         check_device(q)
-    result, lse = _attend(q, k, v, block_table, out, *parse_arguments(arguments))
-    return result if out is None else q.new_empty(0), lse
+    result, *numbers = _attend(q, k, v, block_table, out, *parse_arguments(arguments), max_logits)
+    return result if out is None else q.new_empty(0), *numbers
 
 
 @fwd_packed_op.register_fake
-def _(
+def _fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -162,4 +201,11 @@ def _(
     return result, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-fwd_packed_op.register_vmap(lambda *_: refuse_vmap("flash_attn_varlen_func with block_table or out"))
+@fwd_packed_max_logits_op.register_fake
+def _fake_with_max(q: torch.Tensor, *others: Any) -> Outputs:
+    out, lse = _fake(q, *others)
+    return out, lse, torch.empty_like(lse)
+
+
+for _op in (fwd_packed_op, fwd_packed_max_logits_op):
+    _op.register_vmap(lambda *_: refuse_vmap("flash_attn_varlen_func with block_table or out"))

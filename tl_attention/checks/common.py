@@ -512,9 +512,15 @@ def check_num_splits(num_splits: int) -> None:
         raise ValueError(f"num_splits: expected at least 0, with 0 for an automatic choice, got {num_splits}")
 
 
-def check_splits(num_splits: int, batch_invariant: bool, dropout_p: float = 0.0) -> None:
+def check_splits(
+    num_splits: int, batch_invariant: bool, dropout_p: float = 0.0, max_logits: bool = False
+) -> None:
     """Check the arguments that divide keys among CTAs, and that dropout is not asked for beside batch_invariant."""
     check_num_splits(num_splits)
+    if max_logits and num_splits > 1:
+        raise ValueError(
+            f"num_splits: expected 0 or 1 with return_max_logits, which splits no keys, got {num_splits}; leave it out"
+        )
     expect_bool("batch_invariant", batch_invariant)
     if not batch_invariant:
         return

@@ -13,6 +13,7 @@ import torch
 
 from tl_attention.compilation.compiler import KernelKey
 from tl_attention.config import configs
+from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.problem.attn_problem import (
     BIAS_WIDTH,
     BUCKETS,
@@ -48,6 +49,7 @@ def shadow_kernels() -> dict[str, list[KernelKey]]:
         kinds[name] = _with_options(
             options, directions, ["float32-high"] if "fp32" in name else [DEFAULT_DTYPE]
         )
+    kinds["max_logits"] = _with_max_logits()
     return {name: list(dict.fromkeys(kernels)) for name, kernels in kinds.items()}
 
 
@@ -138,6 +140,20 @@ def _with_program(
         if direction == BWD_DET:
             program = program.as_exact
         yield from _kernels_of(AttnProblem.of(dtype, width, width, False, direction, (), program), direction)
+
+
+def _with_max_logits() -> Iterator[KernelKey]:
+    """Forwards that store the largest scores, with options, with a score_mod and in fp32."""
+    sets = [("causal", "softcap"), ("alibi",), ("causal", "alibi"), ("window", "sink", "varlen")]
+    kernels = [
+        *_with_options(sets, (FWD,), (DEFAULT_DTYPE,)),
+        *_with_options([("causal",)], (FWD,), FP32_DTYPES),
+        *_with_program(_functions()["cap"], (DEFAULT_DTYPE,), directions=(FWD,)),
+        *_with_program(_functions()["slopes in a block mask"], (DEFAULT_DTYPE,), directions=(FWD,)),
+    ]
+    for problem, config in kernels:
+        if isinstance(config, FwdConfig):
+            yield problem, config.storing_max
 
 
 def _with_masks(dtypes: Iterable[str]) -> Iterator[KernelKey]:

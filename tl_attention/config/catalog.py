@@ -34,6 +34,11 @@ from tl_attention.problem.attn_problem import (
 )
 from tl_attention.problem.program import Program
 
+MAX_LOGITS_WIDTHS = (
+    (64, 64),
+    (128, 128),
+    (192, 128),
+)  # of the kernels with max_logits that ship, those of large models in training
 PAGED = "paged"  # a forward with keys in pages
 KINDS = (*DIRECTIONS, PAGED, DECODE, JVP)
 
@@ -145,7 +150,7 @@ def shipped_calls() -> list[CallKind]:
 
     They have all defaults and tuned rows in every dtype; each option line of the grid with all options that the line serves (bfloat16
     for a line that float16 shares), also with keys in small pages; decoding without options and with all of them; forward mode; and
-    block masks whose mask is bits (bfloat16).
+    block masks whose mask is bits, batch_invariant and max_logits (bfloat16).
     """
     found = [
         CallKind(direction, problem, config) for problem, direction, config in shipped_configs(DIRECTIONS)
@@ -158,6 +163,7 @@ def shipped_calls() -> list[CallKind]:
     found += [CallKind(JVP, *pair) for pair in jvp_kernels()]
     found += _block_masks((DEFAULT_DTYPE,))
     found += _batch_invariant((DEFAULT_DTYPE,))
+    found += _max_logits((DEFAULT_DTYPE,))
     return list(dict.fromkeys(found))
 
 
@@ -185,6 +191,20 @@ def _batch_invariant(names: Iterable[str]) -> Iterator[CallKind]:
             )
             config = configs.invariant_decode_config(call.problem, call.config, forward)
             yield replace(call, config=config)
+
+
+def _max_logits(names: Iterable[str]) -> Iterator[CallKind]:
+    """Calls with max_logits: forwards without options and packed ones, of MAX_LOGITS_WIDTHS."""
+    forms = itertools.product(names, MAX_LOGITS_WIDTHS, (False, True), ((), ("varlen",)), BUCKETS)
+    for dtype, width, causal, options, bucket in forms:
+        problem = AttnProblem(dtype, *width, causal, options)
+        if options:
+            found = [configs.option_config(problem, bucket)]
+        else:
+            tables = configs.shipped_tables().values()
+            found = [configs.config_of_tables(problem, bucket, [table]) for table in tables]
+        for config in found:
+            yield CallKind("fwd", problem, config.storing_max)
 
 
 def _paged_of_lines() -> Iterator[CallKind]:

@@ -60,6 +60,9 @@ class FwdConfig:
     term_stages: int = 0
     # A query's bits follow from its own keys: not with hold_max, split and stream-K. See configs.choose_invariant()
     batch_invariant: bool = False
+    max_logits: bool = (
+        False  # store the largest score of each query; not with hold_max, split and stream-K. See storing_max
+    )
 
     @property
     def warpgroups(self) -> int:
@@ -76,7 +79,7 @@ class FwdConfig:
             words.append(f"q{self.q_stages}")
         if self.kv_stages != KV_STAGES:
             words.append(f"kv{self.kv_stages}")
-        flags = "ping_pong", "split", "hold_max", "batch_invariant"
+        flags = "ping_pong", "split", "hold_max", "batch_invariant", "max_logits"
         words += [name.replace("_", "-") for name in flags if getattr(self, name)]
         if self.term_stages:
             words.append(f"terms{self.term_stages}")
@@ -110,6 +113,12 @@ class FwdConfig:
         """The config for the option `added`: a tile that overflows a held row max, or that CTAs share, would be added twice."""
         schedule = "persistent" if self.schedule == "stream-K" else self.schedule
         return replace(self, hold_max=False, schedule=schedule)
+
+    @property
+    def storing_max(self) -> FwdConfig:
+        """The config that stores the largest scores: each step looks for them, and one CTA has all keys of a query."""
+        schedule = "persistent" if self.schedule == "stream-K" else self.schedule
+        return replace(self.without_hold_max(), schedule=schedule, max_logits=True)
 
     def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
         """The config for keys in pages of every size."""

@@ -318,6 +318,10 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return fault
     if config.batch_invariant and (config.hold_max or config.split or config.schedule == "stream-K"):
         return "batch_invariant: expected False with hold_max, split or stream-K, in which other queries change bits, got True"
+    if config.max_logits and (config.hold_max or config.split or config.schedule == "stream-K"):
+        return "max_logits: expected False with hold_max, split or stream-K, in which no thread has seen all scores of a query, got True"
+    if config.max_logits and problem.has("added"):
+        return "max_logits: expected False with added, whose result is that of other keys, too, got True"
     if config.hold_max and problem.is_listed and not problem.program.bits:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
     if fault := _listed_fault(problem, config.block_M, config.block_N):

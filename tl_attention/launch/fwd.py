@@ -69,9 +69,13 @@ class FwdKernels(NamedTuple):
     terms: Kernel | None  # runs first in fp32: splits k and v, or the first heads of them
 
 
-def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
+def _find_kernels(
+    key: tuple, config: FwdConfig | None, copy_rows: int = 0, max_logits: bool = False
+) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
     config = config.paged(problem, copy_rows)
+    if max_logits:
+        config = config.storing_max
     if problem.has("added"):
         config = config.merging
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
@@ -113,12 +117,14 @@ def _splits_and_bucket(
     costs: Costs,
     added: bool,
     shares: splits.Sharing | None = None,
+    max_logits: bool = False,
 ) -> tuple[int, str]:
     """(num_splits, bucket of the config) of a forward; num_splits 0: not asked for, key_splits decides.
 
     Args:
         added: out and lse hold the result of other keys; such a forward has no splits.
         shares: tiles that CTAs may share.
+        max_logits: the largest scores are stored, so one CTA has all keys of a query.
     """
     packed = options is not None and options.varlen
     num_splits = 0 if options is None else options.num_splits
@@ -126,7 +132,7 @@ def _splits_and_bucket(
         return 1, INVARIANT_BUCKET
     if packed:
         num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, costs)
-    if added or num_splits == 1:
+    if added or max_logits or num_splits == 1:
         bucket = length_bucket(options.max_seqlen_k if packed else sizes.seqlen_k)
     elif num_splits:
         bucket = SPLIT_BUCKET
@@ -147,6 +153,7 @@ class FwdPlan:
         options, traced: those of the first call; later calls may have other values.
         block_table: [batch, pages per sequence]; k and v are then [pages, page_size, heads_kv, head_dim].
         added: out and lse hold the result of other keys; see `lse` of forward().
+        max_logits: the largest score of each query is stored, too.
     """
 
     def __init__(
@@ -162,9 +169,10 @@ class FwdPlan:
         block_table: torch.Tensor | None = None,
         traced: Call | None = None,
         added: bool = False,
+        max_logits: bool = False,
     ):
         self.packed = options is not None and options.varlen
-        self.device, self.added = q.device.index, added
+        self.device, self.added, self.max_logits = q.device.index, added, max_logits
         self.out = dense(out.shape, q.dtype)
         self.pages = None
         if block_table is not None:
@@ -192,16 +200,17 @@ class FwdPlan:
         if added:
             names = *names, "added"
         shares = None
-        if not names and traced is None:
+        if not names and traced is None and not max_logits:
             plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
             shares = splits.sharing(plain, torch.cuda.get_device_name(self.device))
-        num_splits, bucket = _splits_and_bucket(sizes, options, self.costs, added, shares)
+        num_splits, bucket = _splits_and_bucket(sizes, options, self.costs, added, shares, max_logits)
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
-        found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
+        form = copy_rows, max_logits
+        found = _kernels.get((key, *form)) if config is None else _find_kernels(key, config, *form)
         if found is None:
-            found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
+            found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
         self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
@@ -302,14 +311,26 @@ class FwdPlan:
         out: torch.Tensor | None = None,
         traced: Call | None = None,
         lse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) for tensors with the metadata of the plan; out is the tensor passed, or a new one in the layout of q."""
+    ) -> tuple[torch.Tensor, ...]:
+        """(out, lse) for tensors with the metadata of the plan; out is the tensor passed, or a new one in the layout of q.
+
+        With max_logits (out, lse, max_logits).
+        """
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
         out, lse = empty(*self.out) if out is None else out, empty(*self.lse) if lse is None else lse
+        if self.max_logits:
+            largest = self.new_max_logits()
+            self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced, largest)
+            return out, lse, largest
         self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)
         return out, lse
+
+    def new_max_logits(self) -> torch.Tensor:
+        """A tensor for the largest scores, -inf in the rows of packed sequences that no tile writes."""
+        found = empty(*self.lse)
+        return found.fill_(-math.inf) if self.packed else found
 
     def launch(
         self,
@@ -323,6 +344,7 @@ class FwdPlan:
         options: Options | None = None,
         block_table: torch.Tensor | None = None,
         traced: Call | None = None,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
         # A kernel with a tensor argument (lse, terms, tickets) runs on the current stream of its device
         share = ()  # arguments of a kernel that makes terms
@@ -358,6 +380,8 @@ class FwdPlan:
         if self.shares:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
         arguments += share
+        if max_logits is not None:
+            arguments = *arguments, max_logits
         if self.combine is None:
             self.kernel(*views, lse, tickets, softmax_scale, unit, *arguments)
             return
@@ -395,10 +419,12 @@ def fwd_plan(
     causal: bool,
     heads_first: bool,
     options: Options | None = None,
+    max_logits: bool = False,
 ) -> FwdPlan | None:
     """Cached plan for tensors with this metadata, or None."""
     try:
-        return plan_cache.plans.get(_key(q, k, v, causal, heads_first, options))
+        key = _key(q, k, v, causal, heads_first, options)
+        return plan_cache.plans.get((*key, "max_logits") if max_logits else key)
     except RuntimeError:  # a nested tensor, which has no shape; the checks refuse it
         return None
 
@@ -428,7 +454,8 @@ def forward(
     traced: Call | None = None,
     deterministic: bool = False,
     lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Launch the forward on tensors that have passed checks/, on a Hopper GPU.
 
     Args:
@@ -443,9 +470,11 @@ def forward(
         lse: log-sum-exp over other keys, base 2, whose output is in `out`, fp32. Both are overwritten by the result over all keys. Only
             their last stride must be 1. Rows of out whose lse is -inf may hold anything. Not with a sink, pages, traced or fp32 tensors.
         deterministic: whether a later backward is. If q, k or v requires a gradient, its kernels start to be built.
+        max_logits: return the largest score of each query, too. Keys are not split. Not with lse.
     Returns:
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows of packed sequences between seqused and the
-        next sequence are undefined.
+        next sequence are undefined. With max_logits also these, in the shape of lse, natural, -inf for rows without keys and those of no
+        sequence.
     """
     if q.dtype is torch.float32:  # kernels read views of another dtype, which lose the sign of a negated view
         q, k, v = as_stored(q), as_stored(k), as_stored(v)
@@ -456,24 +485,28 @@ def forward(
         key = (*key, out.stride())
     if lse is not None:
         key = (*key, lse.stride(), "added")
+    if max_logits:
+        key = (*key, "max_logits")
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
     if has_odd_columns(q, v):
         layout = softmax_scale, causal, lse_base2, heads_first, config, options
-        others = {"traced": traced, "deterministic": deterministic}
+        others = {"traced": traced, "deterministic": deterministic, "max_logits": max_logits}
         if lse is not None:  # the kernel stores as many columns as out has
             return forward(*pad_columns(q, k, v), *layout, out=out, lse=lse, **others)
-        padded, lse = forward(*pad_columns(q, k, v), *layout, **others)
+        padded, *numbers = forward(*pad_columns(q, k, v), *layout, **others)
         result = cut_columns(padded, v.shape[-1])
         if out is None:
-            return result, lse
+            return result, *numbers
         with writing(out):
-            return out.copy_(result), lse
+            return out.copy_(result), *numbers
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             layout = softmax_scale, causal, lse_base2, heads_first, config
-            return forward(q, k, v, *layout, options, block_table, out, traced, deterministic, lse)
+            return forward(
+                q, k, v, *layout, options, block_table, out, traced, deterministic, lse, max_logits
+            )
     *outer, n1, n2, _ = q.shape
     if out is None:
         out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
@@ -481,9 +514,13 @@ def forward(
     if not added:
         lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
     without_sequences = has_no_sequences(options)
+    without_keys = not k.numel() or without_sequences or (block_table is not None and not block_table.numel())
+    largest = ()  # or (max_logits,), of a call that launches nothing
+    if max_logits and (without_keys or not out.numel()):
+        largest = (torch.full_like(lse, -math.inf),)
     if not out.numel() or (added and (not k.numel() or without_sequences)):
-        return out, lse
-    if not k.numel() or without_sequences or (block_table is not None and not block_table.numel()):
+        return out, lse, *largest
+    if without_keys:
         lse.fill_(-math.inf)
         if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
@@ -491,11 +528,10 @@ def forward(
                 behind = torch.arange(lse.shape[-1], device=lse.device) >= options.cu_seqlens_q[-1]
                 lse.masked_fill_(behind, -math.inf)
         with writing(out):
-            return out.zero_(), lse
+            return out.zero_(), lse, *largest
     if q.requires_grad or k.requires_grad or v.requires_grad:
         build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added, max_logits)
     if config is None:
         plan_cache.keep(key, plan)
-    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)
-    return out, lse
+    return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)

@@ -29,6 +29,7 @@ class Request(NamedTuple):
         lengths: of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k.
         functions: score_mod, mask_mod, block_mask, attn_bias of flex_attention; None: there are none.
         enable_gqa: of a call with functions: k and v may have fewer heads than q.
+        max_logits: the largest score of each query is wanted, too.
     """
 
     q: torch.Tensor
@@ -51,6 +52,7 @@ class Request(NamedTuple):
     lse_base2: bool
     functions: Functions | None
     enable_gqa: bool
+    max_logits: bool
 
 
 _new = tuple.__new__  # half the time of a call of the class
@@ -83,10 +85,12 @@ def new_request(
     lse_base2: bool = False,
     functions: Functions | None = None,
     enable_gqa: bool = True,
+    max_logits: bool = False,
 ) -> Request:
     fields = (
         q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, alibi_slopes, learnable_sink,
         rng_state, num_splits, or_always(batch_invariant), lengths, heads_first, lse_base2, functions, enable_gqa,
+        max_logits,
     )  # fmt: skip
     # torch.compile knows the class of a named tuple in all versions
     return Request(*fields) if _is_compiling() else _new(Request, fields)

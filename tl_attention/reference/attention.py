@@ -56,8 +56,9 @@ def attention_reference(
     *,
     dtype: torch.dtype = torch.float32,
     lse_base2: bool = False,
+    max_logits: bool = False,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """softmax(softmax_scale * q kᵀ + mask) v on any device, differentiable, in bounded memory.
 
     Args:
@@ -68,10 +69,12 @@ def attention_reference(
         causal: a query sees key <= query + seqlen_k - seqlen_q (bottom-right), within the window if there is one.
         dtype: dtype of every product, sum and softmax, as PyTorch computes them; fp32 never as TF32.
         lse_base2: return the LSE in base 2, log2 of the sum of 2 ** (score * log2 e), else natural.
+        max_logits: return the largest score of each row, too.
         options: fields of ReferenceOptions.
     Returns:
         out: [batch, seqlen_q, heads_q, head_dim_v], contiguous, in `dtype`.
         lse: [batch, heads_q, seqlen_q], fp32 (fp64 if dtype is fp64), before dropout, including the sink.
+        max_logits: as lse, natural, without the sink and not differentiable; -inf for a row with no key.
     A row with no key, or with all scores -inf, has out 0 and lse -inf, or lse = sink. A NaN or +inf score makes both NaN.
     A masked key never contributes, even if it holds NaN. (In a kernel its weight is 0, so NaN or inf in V may reach other rows of the
     tile, as 0 * NaN.)
@@ -82,14 +85,19 @@ def attention_reference(
     q, k, v = (_by_kv_head(x, heads_kv) for x in (q, k, v))
     out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(dtype, torch.float32))
+    largest = lse.clone() if max_logits else None
 
     with true_fp32(q.device):
         for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, ReferenceOptions(**options), [v]):
             inputs = (x.to(dtype) for x in (q[pairs, :, rows], k[pairs, :, keys], v[pairs, :, keys]))
-            out[pairs, :, rows], lse[pairs, :, rows], *_ = _forward_of_chunk(*inputs, chunk)
+            q_rows, k_rows, v_rows = inputs
+            out[pairs, :, rows], lse[pairs, :, rows], *_ = _forward_of_chunk(q_rows, k_rows, v_rows, chunk)
+            if largest is not None and k_rows.shape[2]:
+                largest[pairs, :, rows] = _scores(q_rows.detach(), k_rows.detach(), chunk)[0].amax(-1)
 
     lse = lse.view(batch, heads_q, seqlen_q)
-    return _by_batch(out, batch, heads_q), lse / math.log(2) if lse_base2 else lse
+    results = _by_batch(out, batch, heads_q), lse / math.log(2) if lse_base2 else lse
+    return results if largest is None else (*results, largest.view(batch, heads_q, seqlen_q))
 
 
 @torch.no_grad()
@@ -170,8 +178,9 @@ def varlen_reference(
     *,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    max_logits: bool = False,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """attention_reference for each sequence of a packed (varlen) batch.
 
     Args:
@@ -181,16 +190,21 @@ def varlen_reference(
         options: as for attention_reference; keep counts queries and keys from the start of a sequence.
     Returns:
         out: [total_q, heads_q, head_dim_v].
-        lse: [heads_q, total_q].
-    A row outside all sequences has out 0 and lse -inf, even with a sink.
+        lse: [heads_q, total_q]. With max_logits also these, in the same shape.
+    A row outside all sequences has out 0 and lse and max_logits -inf, even with a sink.
     """
     dtype = options.get("dtype", torch.float32)
     out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=dtype)
     lse = q.new_full(q.shape[1::-1], -math.inf, dtype=torch.promote_types(dtype, torch.float32))
+    numbers = (lse, lse.clone()) if max_logits else (lse,)
     for rows, keys, its_options in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options):
         inputs = (x[None] for x in (q[rows], k[keys], v[keys]))
-        (out[rows],), (lse[:, rows],) = attention_reference(*inputs, softmax_scale, causal, **its_options)
-    return out, lse
+        (out[rows],), *found = attention_reference(
+            *inputs, softmax_scale, causal, max_logits=max_logits, **its_options
+        )
+        for x, (of_rows,) in zip(numbers, found, strict=True):
+            x[:, rows] = of_rows
+    return out, *numbers
 
 
 @torch.no_grad()
@@ -419,13 +433,7 @@ def _forward_of_chunk(
     Returns:
         P [n, group, rows, keys], with one more column if there is a sink.
     """
-    scores, tanh = _times(q * chunk.scale, k.mT), None  # [n, group, rows, keys]
-    if chunk.softcap:
-        tanh = (scores / chunk.softcap).tanh()
-        scores = tanh * chunk.softcap
-    if chunk.bias is not None:
-        scores += chunk.bias
-    scores = scores.masked_fill_(chunk.masked, -math.inf)
+    scores, tanh = _scores(q, k, chunk)
     if chunk.sink is not None:
         sink = chunk.sink.to(scores.dtype).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), -1)
@@ -435,6 +443,17 @@ def _forward_of_chunk(
     # In PyTorch the softmax of a row of -inf is NaN, and the logsumexp of a row with +inf is +inf
     out = out.masked_fill((lse == -math.inf)[..., None], 0)
     return out, lse.masked_fill(lse == math.inf, math.nan), weights, tanh
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores [n, group, rows, keys] of the softmax, without the sink, and the tanh of the softcap. Arguments: as for _forward_of_chunk."""
+    scores, tanh = _times(q * chunk.scale, k.mT), None
+    if chunk.softcap:
+        tanh = (scores / chunk.softcap).tanh()
+        scores = tanh * chunk.softcap
+    if chunk.bias is not None:
+        scores += chunk.bias
+    return scores.masked_fill_(chunk.masked, -math.inf), tanh
 
 
 def _backward_of_chunk(

@@ -25,16 +25,18 @@ def flex_reference(
     call: Call,
     dtype: torch.dtype = torch.float32,
     first_query: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Attention with a program, without autocast or TF32; all scores are in memory at once.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim]; k, v: [batch, heads_kv, seqlen_k, ..].
         dtype: of the computation, fp32 or fp64.
         first_query: q_idx of the first row of q.
+        max_logits: return the largest score of each query, too.
     Returns:
         out: [batch, heads, seqlen_q, head_dim_v] in `dtype`. lse: [batch, heads, seqlen_q], natural. A query that sees no key has out
-        0 and lse -inf.
+        0 and lse -inf. max_logits: as lse, not differentiable.
     """
     group = q.shape[1] // max(k.shape[1], 1)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -49,7 +51,10 @@ def flex_reference(
         # Not exp(scores - lse), where a large lse has lost the log of the number of keys
         sees_none = (lse == -math.inf)[..., None]
         weights = scores.masked_fill(sees_none, 0).softmax(-1).masked_fill(sees_none, 0)
-        return weights @ v, lse
+        if not max_logits:
+            return weights @ v, lse
+        largest = scores.detach().amax(-1) if scores.shape[-1] else torch.full_like(lse, -math.inf).detach()
+        return weights @ v, lse, largest
 
 
 def flex_backward_reference(

@@ -62,7 +62,7 @@ def paged_varlen_reference(
     softmax_scale: float | None = None,
     causal: bool = False,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """varlen_reference for keys in pages.
 
     Args:

@@ -61,12 +61,14 @@ def check_fwd(
     softmax_scale: float | None = None,
     causal: bool = False,
     lse_base2: bool = False,
+    max_logits: torch.Tensor | None = None,
     **options: Any,
 ) -> FwdComparison:
     """Compare a forward to the reference (fp32 math on a GPU, fp64 on CPU).
 
         max|out - ref| <= 2 max|pt - ref| + 2 max|ref + 0.3 - 0.3 - ref|
         max|lse - ref_lse| <= rtol * max(1, max|ref_lse|), with rtol = LSE_RTOL, or CAPPED_LSE_RTOL with softcap
+        max_logits: as lse
 
     pt is the formula of the reference in the dtype of q. The last term is the rounding of a sum in that dtype.
     NaN and inf must be where the reference has them; the maxima ignore them.
@@ -74,18 +76,26 @@ def check_fwd(
     Args:
         out: [batch, seqlen_q, heads_q, head_dim_v].
         lse: [batch, heads_q, seqlen_q], base 2 with lse_base2, else natural; None skips it.
+        max_logits: in the shape of lse, natural; None skips it.
         q, k, v: [batch, seqlen, heads, head_dim], as for attention_reference.
         options: as for attention_reference; with cu_seqlens_q, all arguments are as for varlen_reference.
     """
     reference = varlen_reference if "cu_seqlens_q" in options else attention_reference
     options |= {"softmax_scale": softmax_scale, "causal": causal, "lse_base2": lse_base2}
-    ref, ref_lse = reference(q, k, v, dtype=_reference_dtype(q), **options)
+    asked = {} if max_logits is None else {"max_logits": True}
+    ref, *numbers = reference(q, k, v, dtype=_reference_dtype(q), **options, **asked)
     pt, _ = reference(q, k, v, dtype=q.dtype, **options)
     ratio, text = _compare("out", out, ref, _allowed_error(2, ref, pt))
     lse_ratio, lse_text = 0.0, "lse unchecked"
-    if lse is not None:
-        rtol = CAPPED_LSE_RTOL if options.get("softcap") else LSE_RTOL
-        lse_ratio, lse_text = _compare("lse", lse, ref_lse, rtol * max(1.0, _peak(ref_lse)))
+    rtol = CAPPED_LSE_RTOL if options.get("softcap") else LSE_RTOL
+    given = {"lse": lse, "max_logits": max_logits}
+    compared = [
+        _compare(name, given[name], exact, rtol * max(1.0, _peak(exact)))
+        for name, exact in zip(given, numbers, strict=False)
+        if given[name] is not None
+    ]
+    if compared:
+        lse_ratio, lse_text = max(compared)
     errors = {"out": mean_error(out, ref)}
     return FwdComparison(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, f"{text}; {lse_text}", errors)
 

@@ -1,7 +1,8 @@
 """Type stubs of the public packages: `python -m tl_attention.tools.stubs` writes them from the signatures and docstrings of the code.
 
 A function whose result depends on a flag gets an overload per value of the flag, which would repeat its options four times in the code.
-The result of such a function is a union: its first member is the result without flags, and then each flag has one, in their order.
+The result of such a function is a union: its first member is the result without flags, and then each flag has one, in their order. One
+more member is the result with all flags on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGES = "tl_attention", "tl_attention.distributed"
-FLAGS = "return_attn_probs", "return_softmax_lse", "return_lse", "return_aux", "return_kernel"
+FLAGS = (
+    "return_attn_probs",
+    "return_max_logits",
+    "return_softmax_lse",
+    "return_lse",
+    "return_aux",
+    "return_kernel",
+)
 HEADER = "# Written by `python -m tl_attention.tools.stubs`: change the signatures and docstrings of the code instead\n"
 
 
@@ -77,21 +85,25 @@ def _overloads(function: Callable[..., object], public: set[str], imports: set[s
 
 
 def _forms(node: ast.FunctionDef, flags: list[str], results: list[ast.expr]) -> Iterator[ast.FunctionDef]:
-    """Forms of a function: all flags off; one of them on, as a keyword and by position; flags whose values are not known."""
+    """Forms of a function: all flags off; one of them, or all, on, as a keyword and by position; flags whose values are not known."""
     off, *on = results
     form = copy.deepcopy(node)
     form.returns = off
     for flag in flags:
         _parameter(form, flag).annotation = _values(form, flag)[0]
     yield form
-    for flag, result in zip(flags, on, strict=True):
+    cases = [[flag] for flag in flags] + [flags] * (len(on) > len(flags))
+    for are_on, result in zip(cases, on, strict=True):
         form = copy.deepcopy(node)
         form.returns = result
         for other in flags:
-            _parameter(form, other).annotation = _values(form, other)[other == flag]
-        positional = [x.arg for x in form.args.args]
-        if flag not in positional:
-            form.args.kw_defaults[[x.arg for x in form.args.kwonlyargs].index(flag)] = None
+            _parameter(form, other).annotation = _values(form, other)[other in are_on]
+        positional, keywords = ([x.arg for x in args] for args in (form.args.args, form.args.kwonlyargs))
+        for flag in are_on:
+            if flag in keywords:
+                form.args.kw_defaults[keywords.index(flag)] = None
+        flag = next((flag for flag in are_on if flag in positional), None)
+        if flag is None:
             yield form
             continue
         by_position = copy.deepcopy(form)

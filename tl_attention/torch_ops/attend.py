@@ -71,14 +71,14 @@ class _KnownCall(NamedTuple):
 
 
 def attend(request: Request) -> Outputs:
-    """(out, lse) of a call, from unchecked arguments.
+    """(out, lse) of a call, from unchecked arguments but for max_logits; with max_logits (out, lse, max_logits).
 
     The signature of a call is all that its checks and its launch plan depend on: metadata of tensors, and numbers with their types, as
     1, 1.0 and True are equal. It holds no tensor. q is on a GPU; k and v on another device have another index.
     """
     (
         q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, slopes, sink, rng_state, num_splits,
-        batch_invariant, lengths, heads_first, lse_base2, _, _,
+        batch_invariant, lengths, heads_first, lse_base2, _, _, max_logits,
     ) = request  # fmt: skip
     known = signature = None
     if (
@@ -106,7 +106,7 @@ def attend(request: Request) -> Outputs:
                 q.shape, q.stride(), q.dtype, q.get_device(),
                 k.shape, k.stride(), k.dtype, k.get_device(),
                 v.shape, v.stride(), v.dtype, v.get_device(),
-                causal, heads_first, left, right, softcap, dropout_p, num_splits, batch_invariant,
+                causal, heads_first, left, right, softcap, dropout_p, num_splits, batch_invariant, max_logits,
                 type(left), type(right), type(softcap), type(dropout_p), type(num_splits), precision, facts,
             )  # fmt: skip
             known = kept_call(signature)
@@ -195,8 +195,10 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
         return in_bf16(lambda q, k, v: attend(request._replace(q=q, k=k, v=v, precision=None)), q, k, v)
     options = None if options.is_off else options
     call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, heads_first, deterministic)
-    results = run(q, k, v, call, options)
-    plan = None if signature is None else launch.fwd_plan(q, k, v, causal, heads_first, options)
+    results = run(q, k, v, call, options, request.max_logits)
+    plan = None
+    if signature is not None:
+        plan = launch.fwd_plan(q, k, v, causal, heads_first, options, request.max_logits)
     if plan is not None:
         takes_tensors = options is not None and any(x is not None for x in options.tensors())
         kept = None if options is None else options.without_tensors()
@@ -209,8 +211,8 @@ def attend_again(request: Request, results: Outputs) -> Outputs:
     q, k, v, softmax_scale, _, deterministic, *_ = request
     causal, options = checked_options(request, k.shape[0])
     if options.parts and runs_in_bf16(q, options.parts):
-        out, lse = results
-        half = out.bfloat16(), lse
+        out, *numbers = results
+        half = out.bfloat16(), *numbers
         return in_bf16(
             lambda q, k, v: attend_again(request._replace(q=q, k=k, v=v, precision=None), half), q, k, v
         )
@@ -232,7 +234,7 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
         max_seqlens = [
             n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
         ]
-    check_splits(request.num_splits, request.batch_invariant, dropout_p)
+    check_splits(request.num_splits, request.batch_invariant, dropout_p, request.max_logits)
     window_size, softcap = request.window_size, request.softcap
     may_be_fp32 = q.dtype == torch.float32 or request.precision is not None
     tensors = {name: getattr(request, PUBLIC_NAMES[name]) for name in TENSOR_RULES}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-Results = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Results = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 
 
 class Axes(NamedTuple):
@@ -121,15 +121,15 @@ class Shards:
     def run(
         self, attend: Callable[..., Results], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> Results:
-        """(out, lse) as DTensors, by attend() on this rank's parts of q, k and v."""
-        out, lse = attend(q.to_local(), k.to_local(), v.to_local())
+        """Results as DTensors, by attend() on this rank's parts of q, k and v."""
+        out, *numbers = attend(q.to_local(), k.to_local(), v.to_local())
         *batch, n1, n2, _ = q.shape
         heads_last = self.axes.heads == q.ndim - 2
         rows = (*batch, n2, n1) if heads_last else (*batch, n1, n2)
-        of_lse = Axes(self.axes.batch, lse.ndim - 2)
+        of_numbers = self.placed(Axes(self.axes.batch, len(rows) - 2))
         return (
             self._whole(out, (*q.shape[:-1], v.shape[-1]), self.placements),
-            self._whole(lse, rows, self.placed(of_lse)),
+            *(self._whole(x, rows, of_numbers) for x in numbers),
         )
 
     def _whole(self, x: torch.Tensor, shape: tuple[int, ...], placements: Any) -> torch.Tensor:

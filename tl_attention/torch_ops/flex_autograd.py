@@ -20,9 +20,15 @@ from tl_attention.reference.flex import flex_backward_reference, flex_reference
 
 
 def run_forward(
-    call: Call, layout: tuple, options: Options | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the kernels, on the CPU by the reference.
+    call: Call,
+    layout: tuple,
+    options: Options | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """(out, lse), with max_logits also these, by the kernels, on the CPU by the reference.
 
     Args:
         layout: fields of options.Call.
@@ -30,11 +36,17 @@ def run_forward(
     """
     scale, _, _, heads_first, deterministic = layout
     if q.is_cuda:
-        others = {"options": options, "traced": call, "deterministic": deterministic}
+        others = {
+            "options": options,
+            "traced": call,
+            "deterministic": deterministic,
+            "max_logits": max_logits,
+        }
         return launch.forward(q, k, v, scale, False, False, heads_first, **others)
-    out, lse = flex_reference(*((q, k, v) if heads_first else transposed(q, k, v)), scale, call)
+    inputs = (q, k, v) if heads_first else transposed(q, k, v)
+    out, *numbers = flex_reference(*inputs, scale, call, max_logits=max_logits)
     out = out.to(q.dtype)
-    return (out if heads_first else out.transpose(1, 2).contiguous()), lse
+    return (out if heads_first else out.transpose(1, 2).contiguous()), *numbers
 
 
 class _Flex(torch.autograd.Function):
@@ -46,19 +58,21 @@ class _Flex(torch.autograd.Function):
         call: Call,
         layout: tuple[Any, ...],
         options: Options | None,
-        results: tuple[torch.Tensor, torch.Tensor] | None,
+        results: tuple[torch.Tensor, ...] | None,
         *inputs: torch.Tensor,
     ) -> tuple[Any, ...]:
         """inputs: q, k, v, captured tensors. layout, options: as in run_forward(). results: as in attend_functions()."""
         q, k, v, *_ = inputs
-        out, lse = run_forward(call, layout, options, q, k, v) if results is None else results
+        results = run_forward(call, layout, options, q, k, v) if results is None else results
+        out, lse, *largest = results
+        ctx.mark_non_differentiable(*largest)
         ctx.asked = call.program, call.numbers, call.blocks, layout, options
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
-        return out, lse
+        return out, lse, *largest
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
         program, numbers, blocks, layout, options = ctx.asked
         scale, _, _, heads_first, deterministic = layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -80,6 +80,14 @@ def push_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple[
     along = (None if x is None else x.to(q.dtype) for x in along)
     out, lse, *moved = fwd_jvp_op(q, k, v, *along, *call)
     return (out, lse), tuple(moved)
+
+
+def refuse_max_logits(inputs: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
+    """Refuse the tangents of the inputs of the forward op with max_logits."""
+    raise NotImplementedError(
+        "return_max_logits: expected False in a forward-mode derivative, got True; compute max_logits in a call of its own, under"
+        " torch.no_grad()"
+    )
 
 
 def refuse_to_push_gradients(inputs: Sequence[Any], tangents: Sequence[Any]) -> None:

@@ -45,12 +45,17 @@ from tl_attention.reference import (
     varlen_backward_reference,
     varlen_reference,
 )
-from tl_attention.torch_ops.jvp import push_forward, refuse_to_push_gradients, register_jvp
+from tl_attention.torch_ops.jvp import (
+    push_forward,
+    refuse_max_logits,
+    refuse_to_push_gradients,
+    register_jvp,
+)
 from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
 
 LOG = logging.getLogger(__name__)
 
-Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Outputs = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 Plan = Callable[..., Outputs]  # of a launch, called as FwdPlan
 Gradients = dict[str, torch.Tensor]  # by name: q, k, v, and fields of Options
 # Inputs of fwd_op by name, and outputs of bwd_op: a gradient per tensor that has one
@@ -68,16 +73,42 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments:
 @define_op("fwd", f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)", _fake_forward)
 def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
     """The forward: a launch, or the reference on CPU tensors."""
-    call, options = parse_arguments(arguments)
+    return _forward(q, k, v, *parse_arguments(arguments))
+
+
+def _fake_with_max(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
+    out, lse = _fake_forward(q, k, v, *arguments)
+    return out, lse, torch.empty_like(lse)
+
+
+@define_op(
+    "fwd_max_logits",
+    f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _fake_with_max,
+)
+def fwd_max_logits_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
+    """fwd_op with max_logits, an op of its own: exported programs hold the outputs of fwd_op."""
+    return _forward(q, k, v, *parse_arguments(arguments), max_logits=True)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    options: Options | None,
+    max_logits: bool = False,
+) -> Outputs:
+    """A launch, or the reference on CPU tensors."""
     if q.device.type != "cpu":
         check_device(q)
-        return launch_forward(q, k, v, call, options)
+        return launch_forward(q, k, v, call, options, max_logits=max_logits)
     if options is not None and options.varlen:
         check_cpu_lengths(q, k, options)
-    qkv = _transpose_if(call.heads_first, q, k, v)
-    out, lse = _reference(attention_reference, varlen_reference, qkv, call, options)
+    qkv, asked = _transpose_if(call.heads_first, q, k, v), {"max_logits": True} if max_logits else {}
+    out, *numbers = _reference(attention_reference, varlen_reference, qkv, call, options, **asked)
     (out,) = _transpose_if(call.heads_first, out.to(q.dtype))
-    return out.contiguous(), lse
+    return out.contiguous(), *numbers
 
 
 def _fake_backward(
@@ -193,17 +224,18 @@ def launch_forward(
     options: Options | None,
     block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    max_logits: bool = False,
 ) -> Outputs:
     """launch.forward, with defined values in the unused rows of packed sequences: out 0, lse -inf."""
     *layout, deterministic = call
     others = {"options": options, "block_table": block_table, "out": out, "deterministic": deterministic}
-    out, lse = launch.forward(q, k, v, *layout, **others)
+    out, lse, *largest = launch.forward(q, k, v, *layout, **others, max_logits=max_logits)
     if options is not None and options.seqused_q is not None:
         unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
         with writing(out):
             out.masked_fill_(unused[:, None, None], 0)
         lse.masked_fill_(unused, -math.inf)
-    return out, lse
+    return out, lse, *largest
 
 
 def _launch_backward(
@@ -241,12 +273,14 @@ def _launch_backward(
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Outputs) -> None:
     q, k, v, *arguments = inputs
+    out, lse, *largest = output
     ctx.arguments = arguments[: PLAIN + NUMBERS]
-    ctx.save_for_backward(q, k, v, *output, *map(saveable, arguments[PLAIN + NUMBERS :]))
+    ctx.save_for_backward(q, k, v, out, lse, *map(saveable, arguments[PLAIN + NUMBERS :]))
+    ctx.mark_non_differentiable(*largest)
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     """Gradients of the inputs of fwd_op, by bwd_op."""
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
@@ -273,9 +307,11 @@ def _save_nothing(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> No
 
 
 register_autograd(fwd_op, _save, _backward, push_forward)
+register_autograd(fwd_max_logits_op, _save, _backward, refuse_max_logits)
 register_autograd(bwd_op, _save_nothing, _no_double_backward, refuse_to_push_gradients)
 register_jvp(_save, _backward)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
+register_vmap(fwd_max_logits_op, "rrr", (("r", 0), ("l", 0), ("l", 0)))
 register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), *((name, 1) for name in GRADIENTS)))
 
 
@@ -294,10 +330,11 @@ class _Attention(torch.autograd.Function):
         *learned: torch.Tensor | None,
     ) -> Outputs:
         """call, plan: as in run_eagerly. learned: GRADIENTS of the options."""
-        if plan is None:
-            out, lse = launch_forward(q, k, v, Call(*call), options)
-        else:
-            out, lse = plan(q, k, v, call[0], call[2], options)
+        asked = q, k, v, call[0], call[2], options
+        results = launch_forward(q, k, v, Call(*call), options) if plan is None else plan(*asked)
+        out, lse = results[:2]
+        if len(results) > 2:
+            ctx.mark_non_differentiable(results[2])
         ctx.call, ctx.options = call, None
         if options is None:
             ctx.save_for_backward(q, k, v, out, lse)
@@ -305,10 +342,10 @@ class _Attention(torch.autograd.Function):
             ctx.options = options.without_tensors()
             ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
-        return out, lse
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         q, k, v, out, lse, *option_tensors = ctx.saved_tensors
@@ -396,8 +433,15 @@ def in_bf16(run: Callable[..., tuple[Any, ...]], *tensors: torch.Tensor) -> tupl
     return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options | None) -> Outputs:
-    """(out, lse) from checked arguments."""
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    options: Options | None,
+    max_logits: bool = False,
+) -> Outputs:
+    """(out, lse) from checked arguments; with max_logits (out, lse, max_logits)."""
     arguments, learned = (), ()
     if options is not None:
         arguments, learned = options.arguments(), options.learned()
@@ -406,8 +450,19 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: 
     traced = is_traced() or not (of_learned and are_plain(q, k, v, *others))
     check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
-        return fwd_op(q, k, v, *call, *arguments)
-    return run_eagerly(q, k, v, call, options, None)
+        return (fwd_max_logits_op if max_logits else fwd_op)(q, k, v, *call, *arguments)
+    return run_eagerly(q, k, v, call, options, _plan_with_max(call) if max_logits else None)
+
+
+def _plan_with_max(call: Call) -> Plan:
+    """A launch with max_logits whose plan is found or made."""
+
+    def plan(
+        q: Any, k: Any, v: Any, scale: float, lse_base2: bool, options: Options | None = None
+    ) -> Outputs:
+        return launch_forward(q, k, v, call, options, max_logits=True)
+
+    return plan
 
 
 def run_eagerly(

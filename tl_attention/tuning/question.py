@@ -72,6 +72,7 @@ class Question:
     directions: list[str] = field(default_factory=list)  # passes named among the words
     window: tuple[int, ...] = ()  # of window=127 or window=127,0
     batch_invariant: bool = ALWAYS_INVARIANT
+    max_logits: bool = False
 
     @property
     def window_keys(self) -> int | None:
@@ -86,7 +87,8 @@ class Question:
         """The problem as it was asked: bf16 d100 causal window."""
         options = (option for option in OPTIONS if option in self.options)
         words = [DTYPES[self.dtype].short, width_words(*self.head_dims), MASKS[self.causal], *options]
-        return " ".join(words + ["batch_invariant"] * self.batch_invariant)
+        words += ["batch_invariant"] * self.batch_invariant + ["max_logits"] * self.max_logits
+        return " ".join(words)
 
 
 def width_words(head_dim: int, head_dim_v: int) -> str:
@@ -124,6 +126,8 @@ def parse(words: Sequence[str]) -> Question:
             question.causal = word == "causal"
         elif word == "batch_invariant":
             question.batch_invariant = True
+        elif word == "max_logits":
+            question.max_logits = True
         elif word in NAMED_BUCKETS:
             once("bucket", word)
             question.bucket = word
@@ -192,6 +196,7 @@ def _close_word(word: str) -> str | None:
         *NAMED_BUCKETS,
         *OPTIONS,
         "batch_invariant",
+        "max_logits",
         *(f"{size}=N" for size in SIZES),
         "d192-128",
     ]
@@ -201,7 +206,7 @@ def _close_word(word: str) -> str | None:
 def accepted_words() -> str:
     return (
         f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
-        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), batch_invariant, "
+        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), batch_invariant, max_logits, "
         f"a bucket ({', '.join(NAMED_BUCKETS)}), sizes ({', '.join(f'{name}=N' for name in SIZES)}) "
         f"or passes ({', '.join(PASSES)})"
     )
@@ -340,7 +345,12 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
     answers: dict[tuple[Config, str], dict[str, tuple[str, ...]]] = {}  # -> misses by bucket
     for bucket in _buckets(question, problem, direction, gpu):
         choice = configs.choose_config(problem, bucket, gpu.name, direction)
-        answers.setdefault((choice.config, choice.source), {})[bucket] = choice.misses
+        config = choice.config
+        if question.max_logits and direction == "fwd":
+            if config.split or bucket == FEW_BUCKET:  # no such call: one CTA has all keys of a query
+                continue
+            config = config.storing_max
+        answers.setdefault((config, choice.source), {})[bucket] = choice.misses
     why = _reasons(question, problem)
     for (config, source), served in answers.items():
         misses = tuple(dict.fromkeys(itertools.chain(*served.values())))

@@ -31,7 +31,7 @@ from tl_attention.kernels.cuda import source
 from tl_attention.kernels.forward import assist_warp
 from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.forward.query_slots import QuerySlots
-from tl_attention.kernels.forward.results import Results, results_of, store_code
+from tl_attention.kernels.forward.results import MaxArguments, Results, results_of, store_code
 from tl_attention.kernels.forward.row_max import RowMax
 from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
 from tl_attention.kernels.scores.dropout import Dropout
@@ -60,13 +60,17 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 
 @dataclass(frozen=True)
 class Launch:
-    """Arguments and shared memory of a CTA, for all its tiles. lse_unit: ln 2 for a natural lse, 1 for base 2."""
+    """Arguments and shared memory of a CTA, for all its tiles.
+
+    lse_unit: ln 2 for a natural lse, 1 for base 2. max_tiles: tiles whose Lse is MaxLogits; None without.
+    """
 
     tiles: DenseTiles
     smem: SmemTiles
     options: OptionArguments
     softmax_scale: Any
     lse_unit: Any
+    max_tiles: DenseTiles | None = None
 
 
 def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
@@ -86,6 +90,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared_tiles.PieceArguments: schedule stream-K.
         input_terms.InputArguments: config.makes_terms. K and V already hold the bf16 terms of the first heads; the kernel makes the others.
         traced_arguments.TracedArguments: of a traced score_mod or mask_mod.
+        results.MaxArguments: config.max_logits. MaxLogits, in the shape of Lse, gets the largest score of each query, natural, -inf without
+            keys.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedSplitTiles. An empty share has O = 0, Lse = -inf.
@@ -242,6 +248,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             scores.may_hold_zero,
             sums_directly,
             rounds_alike=config.batch_invariant,
+            keeps_largest=config.max_logits,
         )
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
@@ -321,6 +328,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         query = tiles.first_query(tile, block_M) + first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
+        if config.max_logits:
+            softmax.finish_largest()
+            launch.max_tiles.store_lse(softmax.largest, tile, query)
         output.finish(P_terms, smem.V, first_step + last)
         smem.V.release(first_step + last)
         hidden_last.release(w, smem.K, smem.V, ping_pong, first_step + blocks.steps)
@@ -373,6 +383,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         pieces = declare(piece_types)
         inputs = declare(input_types, first="K_input", second="V_input")
         options = replace(options, traced=traced_arguments(problem, hold_max))
+        maxima = declare(MaxArguments(results.MaxLogits))
         code = prelude(problem, roles, cuda_code(problem, config, results))
         with T.Kernel(ctas, threads=roles.block, prelude=code) as first_tile:
             # [slots, queries]: 1.5 stages of two warpgroups are 3 slots. The 4 warps of a warpgroup read a slot
@@ -401,7 +412,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             )
             loads = paged_loads(problem, config, K, V, pages)
             tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, terms, *loads)
-            launch = Launch(tiles, smem, options, softmax_scale, lse_unit)
+            max_tiles = replace(tiles, Lse=maxima.MaxLogits) if config.max_logits else None
+            launch = Launch(tiles, smem, options, softmax_scale, lse_unit, max_tiles)
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, launch),
                 lambda w: consume(w, first_tile, order, launch),

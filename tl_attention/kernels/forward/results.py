@@ -39,7 +39,7 @@ class Results:
     a piece for another CTA instead, or merge the pieces of others.
 
     from_registers: O does not pass through shared memory. shares: the schedule is stream-K. lse_is_final: nothing is merged into Lse.
-    slots: of Q, which O may leave through; set by the kernel.
+    slots: of Q, which O may leave through; set by the kernel. MaxLogits: in the shape of Lse; None where they are not stored.
     """
 
     Tiles: type[DenseTiles]
@@ -50,6 +50,7 @@ class Results:
     shares: bool = False
     lse_is_final: bool = True
     slots: Any = None
+    MaxLogits: Any = None
 
     @T.inline
     def store(self, w, q_step, tile, query, blocks, launch, chunks, lse):
@@ -100,7 +101,23 @@ def results_of(
     Tiles = PagedTiles if paged else PackedTiles if varlen else dense
     shares = config.schedule == "stream-K"
     lse_view = T.Tensor(lse_shape, "float32")
-    return Results(Tiles, None, o_view, lse_view, problem.dtype_of("o") == "float32", shares, not shares)
+    return Results(
+        Tiles,
+        None,
+        o_view,
+        lse_view,
+        problem.dtype_of("o") == "float32",
+        shares,
+        not shares,
+        MaxLogits=T.Tensor(lse_shape, "float32") if config.max_logits else None,
+    )
+
+
+@dataclass(frozen=True)
+class MaxArguments:
+    """Last argument of a kernel with FwdConfig.max_logits, or its type; None for a kernel without."""
+
+    MaxLogits: Any
 
 
 @T.macro

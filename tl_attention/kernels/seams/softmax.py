@@ -56,6 +56,7 @@ class OnlineSoftmax:
     sums_directly: steps that hold the row max add to the sums of all steps, not to a sum of their own first.
     rounds_alike: row max times scale is rounded before it is added. Else the compiler makes an FMA of both, or not, in each kernel by
         itself.
+    keeps_largest: `largest` is the largest score of each row, which row_max is only up to `growth`. Each step has to follow.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class OnlineSoftmax:
         may_hold_zero: bool = False,
         sums_directly: bool = False,
         rounds_alike: bool = False,
+        keeps_largest: bool = False,
         name: str = "softmax",
     ):
         self.block_N, self.scale_log2, self.growth = block_N, scale_log2, growth
@@ -78,11 +80,14 @@ class OnlineSoftmax:
         self.block_sum = T.alloc_fragment([64, 8], "float32")
         self.flag = T.alloc_var("int32", init=0)
         self.row_sum = T.alloc_fragment([64], "float32")
+        self.largest = T.alloc_fragment([64], "float32") if keeps_largest else None
 
     @T.inline
     def reset(self):
         T.fill(self.row_max, LOWEST)
         T.clear(self.partial_sum)
+        if self.largest is not None:
+            T.fill(self.largest, LOWEST)
 
     @T.inline
     def update(self, acc_s, shift=None, follow=True, at_zero=False):
@@ -122,6 +127,10 @@ class OnlineSoftmax:
             T.reduce_max(acc_s, self.row_max, dim=1)
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
+        if self.largest is not None:
+            # row_max is an earlier score or LOWEST, or a larger score of this step
+            for i in T.Parallel(64, loop_layout=rows_layout()):
+                self.largest[i] = T.max(self.largest[i], self.row_max[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
             if self.at_zero is None:
@@ -226,6 +235,16 @@ class OnlineSoftmax:
                 lse[i] = (T.log2(self.row_sum[i]) + self.scaled(self.row_max[i])) * lse_unit
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
+
+    @T.inline
+    def finish_largest(self):
+        """Turn `largest` into natural units; -inf without keys."""
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            self.largest[i] = T.if_then_else(
+                self.largest[i] > LOWEST,
+                self.largest[i] * (self.scale_log2 * (1 / LOG2E)),
+                -T.infinity("float32"),
+            )
 
 
 @T.meta_class

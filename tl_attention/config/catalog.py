@@ -21,8 +21,8 @@ from tl_attention.problem.attn_problem import (
     BUCKETS,
     DECODE,
     DECODE_OPTIONS,
-    DECODE_TREE_OPTIONS,
     DECODE_TILE_WIDTHS,
+    DECODE_TREE_OPTIONS,
     DEFAULT_DTYPE,
     DIRECTIONS,
     FP32_DTYPES,
@@ -107,7 +107,7 @@ def decode_kernels(
     widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
     options: Sequence[str] = (),
 ) -> list[tuple[AttnProblem, KernelConfig]]:
-    """Decode kernels with the given options (of softcap, alibi, sink and tree) for pages of every size, and the append kernels; once each."""
+    """Decode kernels with the given options, of DECODE_OPTIONS, for pages of every size, and the append kernels; once each."""
     found = (call.kernels for call in _decodes(options, names, widths))
     return list(dict.fromkeys(itertools.chain(*found)))
 

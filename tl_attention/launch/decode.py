@@ -235,9 +235,9 @@ def attend_cache(
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
     Args:
-        options: window, softcap, num_splits, alibi_slopes, sink and tree_mask only. A causal mask is a window whose right bound is 0. num_splits are
-            those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one,
-            computed as a forward does, or with v_in_k splits of a fixed number of keys.
+        options: window, softcap, num_splits, alibi_slopes, sink and tree_mask only. A causal mask is a window whose right bound is 0.
+            num_splits are those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one, computed as a forward
+            does, or with v_in_k splits of a fixed number of keys.
         workspace: uint8 [decode_workspace_bytes()]; None: the call allocates it.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.

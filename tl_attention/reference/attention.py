@@ -387,9 +387,7 @@ def _chunks(
 
     rows_per_chunk = max(1, min(seqlen_q, MAX_SCORES // max(1, group * seqlen_k)))
     hides = (left, right) != reach or options.hidden_keys or options.tree_mask is not None
-    if hides and not all(
-        bool(x.isfinite().all()) for x in multiplied
-    ):
+    if hides and not all(bool(x.isfinite().all()) for x in multiplied):
         rows_per_chunk = 1
     pairs_per_chunk = max(1, MAX_SCORES // max(1, group * rows_per_chunk * seqlen_k))
     first = max(0, -offset - right) if sink is None else 0

@@ -11,10 +11,10 @@ from tl_attention.problem.arguments import PassWords, dtype_name
 from tl_attention.problem.attn_problem import (
     DECODE,
     DECODE_OPTIONS,
-    OPTIONS,
     DEFAULT_DTYPE,
     DTYPES,
     FP32_DTYPES,
+    OPTIONS,
 )
 from tl_attention.testing import counts, functions
 from tl_attention.testing.shapes import Shape, chosen_shapes, sequences

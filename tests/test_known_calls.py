@@ -365,7 +365,7 @@ def test_options_keep_their_key_without_tensors():
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
     some = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, window=(3, 4), sink=torch.zeros(2))
     bare = some.without_tensors()
-    assert bare.tensors() == (None,) * 8 and bare.key == some.key and bare.names == some.names
+    assert bare.tensors() == (None,) * 9 and bare.key == some.key and bare.names == some.names
     other = starts.clone()
     again = bare.with_tensors(cu_seqlens_q=other)
     assert again.cu_seqlens_q is other and again.window == (3, 4) and bare.cu_seqlens_q is None

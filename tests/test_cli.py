@@ -505,7 +505,10 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
             ["d128", "split", "--pass", "bwd"],
             "bucket: expected one of 1k, 4k, long, tile, tile192, 1k-shared, 4k-shared, long-shared for bwd, got split",
         ),
-        (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
+        (
+            ["d128", "dropout", "--pass", "decode"],
+            "expected some of window, softcap, alibi, sink, tree for decode",
+        ),
         (["d128", "page_size=16"], "page_size: expected none for fwd, .*got page_size=16"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),

@@ -351,7 +351,7 @@ def test_each_argument_of_options_has_a_value_of_its_type(names, kernels):
     sink, place = torch.rand(HEADS, dtype=BF16), torch.zeros(1, 8, dtype=torch.int32)
     tensors = {"rng_state": torch.zeros(2, dtype=torch.int64), "alibi_slopes": torch.rand(HEADS)}
     options = Options((5, 2), 3.0, 0.5, sink=sink, place=place, **tensors) if names else None
-    values = launch.common.OptionValues(names, 2, HEADS, 0)(options)
+    values = launch.common.OptionValues(names, 2, 0)(options)
     assert KERNEL_ARGUMENTS[-1].name == "Table"  # launches of packed sequences replace the last one
     for argument, value in zip(KERNEL_ARGUMENTS, values, strict=True):
         if argument.shape:
@@ -365,7 +365,7 @@ def test_options_keep_their_key_without_tensors():
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
     some = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, window=(3, 4), sink=torch.zeros(2))
     bare = some.without_tensors()
-    assert bare.tensors() == (None,) * 8 and bare.key == some.key and bare.names == some.names
+    assert bare.tensors() == (None,) * 9 and bare.key == some.key and bare.names == some.names
     other = starts.clone()
     again = bare.with_tensors(cu_seqlens_q=other)
     assert again.cu_seqlens_q is other and again.window == (3, 4) and bare.cu_seqlens_q is None

@@ -327,6 +327,7 @@ def test_signature_is_that_of_flash_attention_2_plus_keywords():
     ours = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
     assert ours == {
         "learnable_sink": None,
+        "tree_mask": None,
         "batch_invariant": False,
         "workspace": None,
         "check_lengths": False,

@@ -28,11 +28,13 @@ from tl_attention.api.interface import (
 )
 from tl_attention.api.kvcache import flash_attn_with_kvcache, kvcache_workspace_bytes
 from tl_attention.api.merge import merge_states
+from tl_attention.api.trees import draft_tree_mask
 from tl_attention.version import __version__
 
 __all__ = [
     "__version__",
     "create_block_mask",
+    "draft_tree_mask",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

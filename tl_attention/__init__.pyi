@@ -18,12 +18,14 @@ from tl_attention.api.interface import ref_mha_bwd_interface as ref_mha_bwd_inte
 from tl_attention.api.interface import ref_mha_fwd_interface as ref_mha_fwd_interface
 from tl_attention.api.kvcache import kvcache_workspace_bytes as kvcache_workspace_bytes
 from tl_attention.api.merge import merge_states as merge_states
+from tl_attention.api.trees import draft_tree_mask as draft_tree_mask
 from tl_attention.problem.attn_problem import Precision
 from tl_attention.problem.request import MaskMod, ScoreMod
 
 __all__ = [
     "__version__",
     "create_block_mask",
+    "draft_tree_mask",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -1456,6 +1458,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: Literal[False] = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
     check_lengths: bool = False,
@@ -1513,6 +1516,13 @@ def flash_attn_with_kvcache(
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no
             value. It is neither scaled nor capped, and counts in softmax_lse. Differentiable where
             q is.
+        tree_mask: int64, [seqlen_q] for all sequences or [batch, seqlen_q], of at most 64 queries:
+            the last seqlen_q keys are those of the queries, nodes of a tree of draft tokens, and
+            query i sees the key of query j if bit j of tree_mask[.., i] is set, and all keys before
+            them. draft_tree_mask() makes it from the parents of the nodes. With causal a key hidden
+            by either is hidden. The values are not read on the host, so a CUDA graph can be
+            replayed with another tree. Not with window_size, alibi_slopes or rotary_cos: the
+            position of a node is its depth, so rotate q and k before the call.
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, and those of flash_attn_func and flash_attn_varlen_func with batch_invariant, but
             with ALiBi and multi-head latent attention (docs/numerics.md). One CTA then reads all
@@ -1558,6 +1568,7 @@ def flash_attn_with_kvcache(
     *,
     return_softmax_lse: Literal[True],
     learnable_sink: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
     check_lengths: bool = False,
@@ -1586,6 +1597,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: Literal[True],
     *,
     learnable_sink: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
     check_lengths: bool = False,
@@ -1614,6 +1626,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
     check_lengths: bool = False,

@@ -446,6 +446,11 @@ class DecodeTrial(Trial):
         if self.problem.has("sink"):
             sink = torch.randn(draw.heads, device=device, generator=self.generator)
             self.keywords["learnable_sink"] = self.of_reference["sink"] = sink
+        if self.problem.has("tree"):
+            sizes = (self.batch, self.queries) if draw.tree == "each" else (self.queries,)
+            # Any bits, those past the last query too
+            words = torch.randint(-(2**63), 2**63 - 1, sizes, device=device, generator=self.generator)
+            self.keywords["tree_mask"] = self.of_reference["tree_mask"] = words
         self.wanted_cache = self._cache_after()
 
     def _make_cache(self) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.config import configs
 from tl_attention.config.catalog import PAGED
 from tl_attention.config.kernel_configs import PAGE_ROWS, BwdConfig, DecodeConfig, FwdConfig
@@ -35,6 +36,7 @@ class Draw:
         narrower: columns that the tensors have less than the tile.
         ramp: keys shrink from the first one to the last one, so that a held row max overflows.
         causal: of a decode, whose kernels take any mask; else that of the problem.
+        tree: of a decode: "shared" by all sequences, or "each" has its own.
         new: keys that a decode appends.
     """
 
@@ -51,6 +53,7 @@ class Draw:
     scale: float | None = None
     window: tuple[int, int] = (UNLIMITED, UNLIMITED)
     softcap: float = 0.0
+    tree: str = ""
     dropout_p: float = 0.0
     slopes_of_batch: bool = False
     with_dlse: bool = False
@@ -73,7 +76,8 @@ class Draw:
     def __str__(self) -> str:
         lengths = " ".join(f"{q}x{k}" for q, k in self.lengths)
         words = [f"draw {self.index}: batch {self.batch}, heads {self.heads}/{self.heads_kv}, {lengths}"]
-        for name in ("used", "narrower", "layout", "window", "softcap", "dropout_p", "scale", "page", "new"):
+        names = "used", "narrower", "layout", "window", "softcap", "tree", "dropout_p", "scale", "page", "new"
+        for name in names:
             value = getattr(self, name)
             if value != getattr(type(self), name, None):
                 words.append(f"{name} {value}")
@@ -169,6 +173,8 @@ def _options(call_class: CallClass, rng: random.Random) -> dict:
         found["window"] = (65, 0) if window in ((UNLIMITED, 0), (UNLIMITED, UNLIMITED)) else window
     if problem.has("softcap"):
         found["softcap"] = rng.choice((2.0, 15.0, 50.0, 200.0))
+    if problem.has("tree"):
+        found["tree"] = rng.choice(("shared", "each"))
     if problem.has("dropout"):
         found["dropout_p"] = rng.choice((0.1, 0.2, 0.5))
     found["slopes_of_batch"] = rng.random() < 0.5
@@ -295,7 +301,7 @@ def _decode_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
         padded = not config.page_rows and rng.random() < 0.2
         options = _options(call_class, rng)
         causal = rng.random() < 0.5
-        if causal or rng.random() < 0.4:
+        if causal or problem.has("tree") or rng.random() < 0.4:
             options.pop("window")
         splits = 0 if config.batch_invariant else rng.choice((0, 0, 0, 1, 2, 3, 7))
         # Others than latent attention run the kernel batch_invariant with it
@@ -311,7 +317,7 @@ def _decode_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
             causal=causal,
             page=_page_size(call_class, rng),
             new=new,
-            rotary=rng.choice((0, 32, 64)) if new and not is_latent else 0,
+            rotary=rng.choice((0, 32, 64)) if new and not (is_latent or problem.has("tree")) else 0,
             interleaved=rng.random() < 0.5,
             leftpad=tuple(leftpad) if padded else None,
             by_idx=not config.page_rows and rng.random() < 0.3,
@@ -334,7 +340,9 @@ def _rows_of_config(call_class: CallClass, rng: random.Random) -> tuple[int, int
         if configs.decode_config(problem, low, config.page_rows).warpgroups == config.warpgroups
     ]
     low, high = rng.choice(fitting)
-    group = rng.choice([n for n in (1, 1, 2, 3, 4, 5, 8, 16) if n <= high])
+    queries = MAX_NODES if problem.has("tree") else high  # per sequence
+    group = rng.choice([n for n in (1, 1, 2, 3, 4, 5, 8, 16) if low <= n * queries and n <= high])
+    high = min(high, group * queries)
     edges = [n for n in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 300) if low <= n <= high]
     rows = rng.choice((rng.randint(low, high), rng.choice(edges)))
     rows = -(-rows // group) * group

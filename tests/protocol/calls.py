@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tl_attention import launch
 from tl_attention.api.flex_lists import kept_mask, listed
+from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.config import catalog, configs
 from tl_attention.config.catalog import PAGED
 from tl_attention.problem.attn_problem import DECODE, DEFAULT_DTYPE, DIRECTIONS, DTYPES, JVP, AttnProblem
@@ -264,6 +265,8 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
         queries = max(min(queries, FEW_ROWS * heads_kv // heads), 1)
     elif queries * heads // heads_kv <= FEW_ROWS:
         queries = FEW_ROWS * heads_kv // heads + 1 + queries
+    if problem.has("tree") and queries > MAX_NODES:
+        heads, queries = max(heads, 2 * heads_kv), MAX_NODES
     keys, longest = [k for _, k in draw.lengths], max(*(k for _, k in draw.lengths), 1)
     q = torch.zeros(batch, queries, heads, problem.head_dim, dtype=dtype)
     room, caches, table = longest + 7, batch + 2, None
@@ -281,7 +284,11 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
     leftpad = _ints([min(3, n) for n in keys]) if padded and not page_rows else None
     index = _ints([(2 * b) % caches for b in range(batch)]) if indexed and not page_rows else None
     cache = Cache(k, v, _ints(keys), 3 * new, index, leftpad, table)
-    options = _options(problem, draw, False) or Options()
+    options = _options(problem, replace(draw, heads=heads), False) or Options()
+    if problem.has("tree"):  # each query sees the nodes before it of its own parity
+        bits = [sum(1 << j for j in range(i % 2, i + 1, 2)) for i in range(queries)]
+        words = torch.tensor([bit - 2**64 * (bit >= 2**63) for bit in bits])
+        options = replace(options, tree_mask=words if draw.seed % 2 else words.expand(batch, -1).clone())
     splits = chance.choice([0, 0, 3, 1, BATCH_INVARIANT] if config.v_in_k else [0, 0, 3, 1])
     if config.batch_invariant:
         splits = BATCH_INVARIANT
@@ -296,7 +303,8 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
                 (torch.zeros(longest + 10, 8, dtype=dtype),) * 2 if chance.random() < 0.5 else (None, None)
             )
             launch.append_to_cache(q, *added, cache, *angles, False, True)
-        window = (UNLIMITED, 0) if chance.random() < 0.5 else options.window
+        full = (UNLIMITED, UNLIMITED) if problem.has("tree") else options.window
+        window = (UNLIMITED, 0) if chance.random() < 0.5 else full
         asked = replace(options, window=window, num_splits=splits)
         launch.attend_cache(q, cache, draw.scale, asked)
 

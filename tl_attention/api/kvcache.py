@@ -23,6 +23,7 @@ from tl_attention.checks.kvcache import (
     check_rotary,
     check_seqlen,
     check_sizes,
+    check_tree_mask,
     check_workspace,
 )
 from tl_attention.checks.lengths import check_entries, check_positions, skips_check
@@ -84,6 +85,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
     check_lengths: bool = False,
@@ -120,6 +122,11 @@ def flash_attn_with_kvcache(
         num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. At most 1 with
             batch_invariant.
         return_softmax_lse: also return the log-sum-exp.
+        tree_mask: int64, [seqlen_q] for all sequences or [batch, seqlen_q], of at most 64 queries: the last seqlen_q keys are those of
+            the queries, nodes of a tree of draft tokens, and query i sees the key of query j if bit j of tree_mask[.., i] is set, and all
+            keys before them. draft_tree_mask() makes it from the parents of the nodes. With causal a key hidden by either is hidden. The
+            values are not read on the host, so a CUDA graph can be replayed with another tree. Not with window_size, alibi_slopes or
+            rotary_cos: the position of a node is its depth, so rotate q and k before the call.
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the batch, and those of
             flash_attn_func and flash_attn_varlen_func with batch_invariant, but with ALiBi and multi-head latent attention
             (docs/numerics.md). One CTA then reads all keys of a sequence and key head: slower where these are few and long.
@@ -149,7 +156,7 @@ def flash_attn_with_kvcache(
         sink = sink.detach()  # makes a plain tensor of a parameter
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
-        sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
+        sink, tree_mask, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
     traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN_TYPES
     if traced:
@@ -168,6 +175,8 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if known is not None:
             options = options_again(request, known.options)
+    if known is not None and tree_mask is not None:
+        options = options.with_tensors(tree_mask=tree_mask)
     if known is None:
         check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
@@ -176,6 +185,9 @@ def flash_attn_with_kvcache(
         expect_bool("causal", causal)
         expect_bool("rotary_interleaved", rotary_interleaved)
         options = _checked_options(request)
+        if tree_mask is not None:
+            check_tree_mask(q, tree_mask, options, rotary_cos)
+            options = replace(options, tree_mask=tree_mask)
         if workspace is not None:
             sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
             needed = _workspace_bytes(sizes, options.num_splits, q.device.index) if q.is_cuda else 0

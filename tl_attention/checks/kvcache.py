@@ -27,12 +27,13 @@ from tl_attention.checks.common import (
     is_int,
 )
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
-from tl_attention.problem.options import Cache
+from tl_attention.problem.options import UNLIMITED, Cache, Options
 
 # Head dims of multi-head latent attention with absorbed weights, where v_cache is the first columns of k_cache
 LATENT = (576, 512)
 PAGE_STEP = 16  # the page size is a multiple of this many rows
 ALIGNMENT = 8  # elements, 16 bytes
+MAX_NODES = 64  # draft tokens of a tree, a bit each
 
 _SEPARATE_LATENTS = (
     f"v_cache: expected k_cache[..., :{LATENT[1]}], as head dims {LATENT[0]} and {LATENT[1]} are multi-head latent attention with absorbed"
@@ -317,6 +318,33 @@ def check_rotary(
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         expect_like(name, x, q, (tuple(cos.shape),), (q.dtype,))
         expect_contiguous(name, x)
+
+
+def check_tree_mask(
+    q: torch.Tensor, tree_mask: torch.Tensor, options: Options, rotary_cos: torch.Tensor | None
+) -> None:
+    """Check the bits of a tree of draft tokens, and what they do not combine with. options: the checked ones of the call beside them."""
+    batch, seqlen_q = q.shape[:2]
+    hint = "draft_tree_mask(parents) makes it from the parent of each draft token"
+    expect_tensor("tree_mask", tree_mask, hint, torch.int64)
+    if seqlen_q > MAX_NODES:
+        raise NotImplementedError(
+            f"tree_mask: expected at most {MAX_NODES} queries, a bit each, got {seqlen_q} rows of q per sequence; verify fewer draft tokens"
+            " per call"
+        )
+    expect_like("tree_mask", tree_mask, q, ((seqlen_q,), (batch, seqlen_q)), (torch.int64,), hint)
+    expect_contiguous_last("tree_mask", tree_mask)
+    others = {
+        "window_size": options.window not in ((UNLIMITED, UNLIMITED), (UNLIMITED, 0)),
+        "alibi_slopes": options.alibi_slopes is not None,
+        "rotary_cos": rotary_cos is not None,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            todo = "rotate q and k before the call" if name == "rotary_cos" else f"leave {name} out"
+            raise NotImplementedError(
+                f"tree_mask: expected None with {name}, as positions in a tree are depths, not indices, got {describe(tree_mask)}; {todo}"
+            )
 
 
 def check_workspace(q: torch.Tensor, workspace: torch.Tensor, needed: int) -> None:

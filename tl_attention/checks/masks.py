@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tl_attention.checks.common import cast_hint, describe, expect_tensor, is_int, window_hint
 from tl_attention.checks.flex import MAX_LENGTH
+from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.checks.lengths import ALWAYS, skips_check
 from tl_attention.tracing.intervals import Blocks
 
@@ -141,6 +142,24 @@ def check_tree(parents: Any, lengths: Any, seqlen: Any) -> tuple[torch.Tensor, t
     if longest is not None and seqlen < longest:
         raise ValueError(f"seqlen: expected at least the sum of lengths, {longest}, got {seqlen}")
     return parents.tensor, lengths.tensor, seqlen
+
+
+def check_draft_tree(parents: Any) -> None:
+    """Check the parents of the draft tokens of trees, [nodes] or [batch, nodes]; their values where the host has them."""
+    check_lengths_tensor("parents", parents, 1, 2)
+    if parents.shape[-1] > MAX_NODES:
+        raise NotImplementedError(
+            f"parents: expected at most {MAX_NODES} draft tokens, a bit each, got {parents.shape[-1]}; verify fewer per call"
+        )
+    if torch.compiler.is_compiling() or not _is_read(parents):
+        return
+    for entry, row in enumerate(parents.reshape(-1, parents.shape[-1]).tolist()):
+        for node, parent in enumerate(row):
+            if not -1 <= parent < node:
+                place = f"[{entry}][{node}]" if parents.ndim == 2 else f"[{node}]"
+                raise ValueError(
+                    f"parents: expected a node before each, or -1, got {parent} as parents{place}; number parents before their children"
+                )
 
 
 def _nodes(name: str, x: Any, padding: int) -> NodeValues:

@@ -22,11 +22,13 @@ from tl_attention.problem.attn_problem import (
     DECODE,
     DECODE_OPTIONS,
     DECODE_TILE_WIDTHS,
+    DECODE_TREE_OPTIONS,
     DEFAULT_DTYPE,
     DIRECTIONS,
     FP32_DTYPES,
     HALF_DTYPES,
     JVP,
+    ONLY_DECODE,
     AttnProblem,
     decode_problem,
     dtypes,
@@ -110,7 +112,7 @@ def decode_kernels(
     widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
     options: Sequence[str] = (),
 ) -> list[tuple[AttnProblem, KernelConfig]]:
-    """Decode kernels with the given options (of softcap, alibi and sink) for pages of every size, and the append kernels; once each."""
+    """Decode kernels with the given options, of DECODE_OPTIONS, for pages of every size, and the append kernels; once each."""
     found = (call.kernels for call in _decodes(options, names, widths))
     return list(dict.fromkeys(itertools.chain(*found)))
 
@@ -149,8 +151,9 @@ def shipped_calls() -> list[CallKind]:
     """Calls that launch every kernel the package ships.
 
     They have all defaults and tuned rows in every dtype; each option line of the grid with all options that the line serves (bfloat16
-    for a line that float16 shares), also with keys in small pages; decoding without options and with all of them; forward mode; and
-    block masks whose mask is bits, batch_invariant and max_logits (bfloat16).
+    for a line that float16 shares), also with keys in small pages; decoding without options, with all that a forward has, and with a
+    tree and what it combines with (bfloat16); forward mode; and block masks whose mask is bits, batch_invariant
+    and max_logits (bfloat16).
     """
     found = [
         CallKind(direction, problem, config) for problem, direction, config in shipped_configs(DIRECTIONS)
@@ -159,7 +162,8 @@ def shipped_calls() -> list[CallKind]:
         found += [CallKind(direction, *pair) for pair in option_problems(direction)]
     found += _paged_of_lines()
     found += _decodes(())
-    found += _decodes([name for name in DECODE_OPTIONS if name != "window"])
+    found += _decodes([name for name in DECODE_OPTIONS if name not in ("window", *ONLY_DECODE)])
+    found += _decodes(DECODE_TREE_OPTIONS, (DEFAULT_DTYPE,))
     found += [CallKind(JVP, *pair) for pair in jvp_kernels()]
     found += _block_masks((DEFAULT_DTYPE,))
     found += _batch_invariant((DEFAULT_DTYPE,))

@@ -159,8 +159,8 @@ def _decode_smem_bytes(problem: AttnProblem, config: DecodeConfig) -> int:
     rows_qk = config.block_M + step
     rows_v = 0 if config.v_in_k else step
     tiles = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
-    # Per row: its query, head, position, and where the option is on slope and sink
-    numbers = 3 + sum(problem.has(option) for option in ("alibi", "sink"))
+    # Per row: its query, head, position, and where the option is on slope, sink, and two words of bits
+    numbers = 3 + problem.has("alibi") + problem.has("sink") + 2 * problem.has("tree")
     return tiles + FP32_BYTES * 64 * config.warpgroups * numbers + SEGMENT_BOX_BYTES
 
 

@@ -92,7 +92,7 @@ class BwdPlan:
 
         key = kernel_key(q, k, v, causal, heads_first, options, traced, deterministic, partial)
         _, _, _, _, names, *_ = key
-        self.option_values = OptionValues(names, self.batch, heads, self.device) if names else None
+        self.option_values = OptionValues(names, self.batch, self.device) if names else None
         kernels = cached_kernels(key, deterministic, config)
         self.delta, self.reduce = kernels.delta, kernels.reduce
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)

@@ -238,7 +238,7 @@ class OptionValues:
 
     Args:
         names: options of the kernel's problem.
-        batch, heads: of the call.
+        batch: of the call.
         arguments: those that the kernel declares, in its order.
     """
 
@@ -246,11 +246,10 @@ class OptionValues:
         self,
         names: Sequence[str],
         batch: int,
-        heads: int,
         device: int,
         arguments: Sequence[OptionArgument] = KERNEL_ARGUMENTS,
     ):
-        self.sizes, off, on = (batch, heads), Options(), arguments_of(names)
+        self.batch, off, on = batch, Options(), arguments_of(names)
         self.values = [_unused_value(x, off, device) for x in arguments]
         # (index, attribute of Options, may need a cast to fp32, is expanded)
         self.given = [
@@ -264,7 +263,7 @@ class OptionValues:
             value = getattr(options, name)
             if is_cast:
                 value = value.float()
-            values[i] = value.expand(*self.sizes) if is_expanded else value
+            values[i] = value.expand(self.batch, -1) if is_expanded else value
         return tuple(values)
 
 

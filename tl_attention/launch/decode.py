@@ -23,10 +23,11 @@ from tl_attention.launch.common import (
     unused_tensor,
 )
 from tl_attention.problem.attn_problem import (
-    DECODE_ARGUMENTS,
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
+    OPTIONS,
     AttnProblem,
+    decode_arguments,
     decode_problem,
 )
 from tl_attention.problem.options import BATCH_INVARIANT, Cache, Options, as_stored
@@ -39,7 +40,7 @@ INVARIANT_KEYS = (
 TILE_ROWS = 64  # rows per consumer warpgroup
 
 # Place of the sink in the values of options
-_SINK = [argument.name for argument in DECODE_ARGUMENTS].index("Sink")
+_SINK = [argument.name for argument in decode_arguments(())].index("Sink")
 
 plan_cache = PlanCache()
 
@@ -125,7 +126,8 @@ class DecodePlan:
         rows_per_copy = page_rows(page_size) if paged else 0
         config = configs.decode_config(problem, rows, rows_per_copy)
         if options.batch_invariant and not config.v_in_k:
-            forward = AttnProblem.of(problem.dtype, head_dim, self.head_dim_v, False, options=options.names)
+            shared = tuple(name for name in options.names if name in OPTIONS)
+            forward = AttnProblem.of(problem.dtype, head_dim, self.head_dim_v, False, options=shared)
             config = configs.invariant_decode_config(problem, config, forward)
         compiled = compile_config(problem, config)
         self.kernel, combine = compiled[problem, config], compiled[config.combine(problem)]
@@ -157,7 +159,8 @@ class DecodePlan:
         )
         self.counts = heads // heads_kv, m_blocks, given
         self.pages = capacity, page_size, k.shape[0], page_k, page_v, rule, ctas
-        self.option_values = OptionValues(problem.options, batch, heads, self.device, DECODE_ARGUMENTS)
+        names = problem.options
+        self.option_values = OptionValues(names, batch, self.device, decode_arguments(names))
         self.unused_lengths, self.unused_table = _unused_indices(self.device)
 
     def __call__(
@@ -232,9 +235,9 @@ def attend_cache(
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
     Args:
-        options: window, softcap, num_splits, alibi_slopes and sink only. A causal mask is a window whose right bound is 0. num_splits are
-            those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one,
-            computed as a forward does, or with v_in_k splits of a fixed number of keys.
+        options: window, softcap, num_splits, alibi_slopes, sink and tree_mask only. A causal mask is a window whose right bound is 0.
+            num_splits are those of a sequence; 0: all keys are divided evenly among the CTAs; BATCH_INVARIANT: one, computed as a forward
+            does, or with v_in_k splits of a fixed number of keys.
         workspace: uint8 [decode_workspace_bytes()]; None: the call allocates it.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.

@@ -212,7 +212,7 @@ class FwdPlan:
         if found is None:
             found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
-        self.option_values = OptionValues(names, self.batch, self.heads, self.device) if names else None
+        self.option_values = OptionValues(names, self.batch, self.device) if names else None
         self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
         self.tickets = (
             self.device,

@@ -100,8 +100,8 @@ class OptionArgument(NamedTuple):
         name: in the kernels.
         dtype: of a number, or of the elements of a tensor.
         value: attribute of options.Options that is the number or tensor. For a tensor that is None a launch passes one that nobody reads.
-        shape: of a tensor, in sizes by name, each a runtime value of its own, and in numbers; (): a number. One per batch and head is
-            strided, and in a launch a view with the sizes of the call.
+        shape: of a tensor, in sizes by name, each a runtime value of its own, and in numbers; (): a number. One per batch entry is
+            strided, and in a launch a view with the batch of the call.
     """
 
     name: str
@@ -111,7 +111,7 @@ class OptionArgument(NamedTuple):
 
     @property
     def is_per_entry(self) -> bool:
-        """True for a tensor with a number per batch entry and head."""
+        """True for a tensor with a row of numbers per batch entry."""
         return "batch" in self.shape
 
 
@@ -139,10 +139,19 @@ OPTION_ARGUMENTS: dict[str, tuple[OptionArgument, ...]] = {
     "added": (),
     # The backward stores its gradients, to which those of other calls are added, in fp32; not with fp32 inputs
     "partial": (),
+    # Variants of decodes alone.
+    # The last keys are those of the queries, the nodes of a tree: a bit per query and key says whether the query sees it
+    "tree": (OptionArgument("Tree", "int64", "tree_mask", ("batch", "queries")),),
 }
 PART_OPTIONS = ("placed", "added", "partial")
-OPTIONS = tuple(name for name in OPTION_ARGUMENTS if name not in PART_OPTIONS)
-DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
+ONLY_DECODE = ("tree",)
+OPTIONS = tuple(name for name in OPTION_ARGUMENTS if name not in (*PART_OPTIONS, *ONLY_DECODE))
+DECODE_OPTIONS = ("window", "softcap", "alibi", "sink", *ONLY_DECODE)
+DECODE_TREE_OPTIONS = (
+    "softcap",
+    "sink",
+    "tree",
+)  # all that a tree combines with, and the window of every decode
 
 
 def arguments_of(options: Iterable[str]) -> tuple[OptionArgument, ...]:
@@ -150,8 +159,8 @@ def arguments_of(options: Iterable[str]) -> tuple[OptionArgument, ...]:
     return tuple(argument for name in options for argument in OPTION_ARGUMENTS[name])
 
 
-KERNEL_ARGUMENTS = arguments_of(OPTION_ARGUMENTS)
-DECODE_ARGUMENTS = arguments_of(DECODE_OPTIONS)
+# Arguments of forwards and backwards with options
+KERNEL_ARGUMENTS = arguments_of((*OPTIONS, *PART_OPTIONS))
 
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
 DIRECTIONS = ("fwd", "bwd", "bwd_det")
@@ -164,7 +173,7 @@ class AttnProblem:
     """The static part of a call. Batch, heads, lengths, strides and scale are runtime arguments of the kernel.
 
     head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
-    options: a subset of OPTIONS and PART_OPTIONS, in their order. A windowed problem is never causal: a right bound of 0 is.
+    options: a subset of OPTION_ARGUMENTS, in their order. A windowed problem is never causal: a right bound of 0 is.
     program: score_mod and mask_mod; not together with causal or options.
     """
 
@@ -452,6 +461,12 @@ def tile_widths(direction: str, dtype: str = DEFAULT_DTYPE) -> tuple[tuple[int, 
 def dtypes(direction: str) -> tuple[str, ...]:
     """Names of the DTYPES that a direction, DECODE or JVP has kernels for."""
     return tuple(HALF_DTYPES if direction in (DECODE, JVP) else DTYPES)
+
+
+def decode_arguments(options: Iterable[str]) -> tuple[OptionArgument, ...]:
+    """Arguments of a decode kernel with these options: all that it shares with a forward, on or off, then those of decodes alone."""
+    shared = (name for name in DECODE_OPTIONS if name in OPTIONS)
+    return arguments_of((*shared, *(name for name in ONLY_DECODE if name in options)))
 
 
 def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -101,6 +101,8 @@ class Options:
             query and key in their sequences; hidden, how many keys from the first on no query sees; stream, what dropout adds to
             batch * heads + head; and four zeros. The diagonal of a query is the key query + first_query - first_key. With dropout
             first_query and first_key are multiples of 16. Only with a window, and without cu_seqlens.
+        tree_mask: int64 [seqlen_q] or [batch, seqlen_q], of a decode: key seqlen_k - seqlen_q + j is hidden from the queries without bit
+            j. The last dimension is contiguous.
     """
 
     window: tuple[int, int] = field(
@@ -141,6 +143,9 @@ class Options:
     seqused_q: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
     seqused_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
     place: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?", kernel="placed"))
+    tree_mask: torch.Tensor | None = field(
+        default=None, metadata=_metadata("Tensor?", kernel="tree", reference=True)
+    )
 
     def _has(self, name: str, default: object) -> bool:
         value = getattr(self, name)

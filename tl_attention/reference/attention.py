@@ -29,6 +29,7 @@ class ReferenceOptions:
         dropout_p: kept P are divided by 1 - rounded_dropout(dropout_p) / 256.
         diagonal: key on the diagonal of the first query; None: seqlen_k - seqlen_q.
         hidden_keys: number of keys, from the first on, that no query sees.
+        tree_mask: int64 [seqlen_q], at most 64: key seqlen_k - seqlen_q + j is hidden from the queries without bit j.
     """
 
     softcap: float = 0.0
@@ -39,6 +40,7 @@ class ReferenceOptions:
     dropout_p: float = 0.0
     diagonal: int | None = None
     hidden_keys: int = 0
+    tree_mask: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.dropout_p and self.keep is None:
@@ -187,7 +189,7 @@ def varlen_reference(
         q, k, v: [total, heads, columns]; else as for attention_reference, like softmax_scale and causal.
         cu_seqlens_q, cu_seqlens_k: [batch + 1]; sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1.
         seqused_q, seqused_k: [batch]; number of these rows in use, from the first; None: all.
-        options: as for attention_reference; keep counts queries and keys from the start of a sequence.
+        options: as for attention_reference; keep counts queries and keys from the start of a sequence. tree_mask may be [batch, seqlen_q].
     Returns:
         out: [total_q, heads_q, head_dim_v].
         lse: [heads_q, total_q]. With max_logits also these, in the same shape.
@@ -320,7 +322,7 @@ def _sequences(
     options: dict[str, Any],
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Yield the rows, the keys and the options of each sequence."""
-    slopes, keep = options.get("alibi_slopes"), options.get("keep")
+    slopes, keep, tree = (options.get(name) for name in ("alibi_slopes", "keep", "tree_mask"))
     for i in range(len(cu_seqlens_q) - 1):
         rows, keys = (
             slice(int(cu[i]), int(cu[i + 1] if used is None else cu[i] + used[i]))
@@ -329,6 +331,8 @@ def _sequences(
         its_options = dict(options)
         if slopes is not None and slopes.dim() == 2:
             its_options["alibi_slopes"] = slopes[i]
+        if tree is not None and tree.dim() == 2:
+            its_options["tree_mask"] = tree[i]
         if keep is not None:
             its_options["keep"] = keep[i : i + 1, :, : rows.stop - rows.start, : keys.stop - keys.start]
         yield rows, keys, its_options
@@ -369,7 +373,7 @@ def _chunks(
     causal: bool,
     options: ReferenceOptions,
     multiplied: list[torch.Tensor],
-) -> Iterator[tuple[slice, slice, slice, _Chunk]]:
+) -> Iterator[tuple[slice, slice, slice | torch.Tensor, _Chunk]]:
     """Yield (pairs, rows, keys, chunk) with at most about MAX_SCORES scores each.
 
     Args:
@@ -396,9 +400,8 @@ def _chunks(
     keep_scale = 256 / max(1, 256 - rounded_dropout(options.dropout_p))
 
     rows_per_chunk = max(1, min(seqlen_q, MAX_SCORES // max(1, group * seqlen_k)))
-    if ((left, right) != reach or options.hidden_keys) and not all(
-        bool(x.isfinite().all()) for x in multiplied
-    ):
+    hides = (left, right) != reach or options.hidden_keys or options.tree_mask is not None
+    if hides and not all(bool(x.isfinite().all()) for x in multiplied):
         rows_per_chunk = 1
     pairs_per_chunk = max(1, MAX_SCORES // max(1, group * rows_per_chunk * seqlen_k))
     first = max(0, -offset - right) if sink is None else 0
@@ -410,16 +413,27 @@ def _chunks(
             keys = slice(min(max(options.hidden_keys, row + offset - left), stop), stop)
             diagonal = torch.arange(row + offset, rows.stop + offset, device=q.device)[:, None]
             key = torch.arange(keys.start, keys.stop, device=q.device)
+            masked = (key < diagonal - left) | (key > diagonal + right)
+            if options.tree_mask is not None:
+                masked |= ~_sees_nodes(options.tree_mask[rows, None], key - (seqlen_k - seqlen_q))
+                if rows_per_chunk == 1:
+                    keys = key = key[~masked[0]]
+                    masked = masked[:, ~masked[0]]
             chunk = _Chunk(
                 scale,
                 options.softcap,
                 None if slopes is None else -slopes[pair_slice].double() * (diagonal - key).abs(),
-                (key < diagonal - left) | (key > diagonal + right),
+                masked,
                 None if sink is None else sink[pair_slice],
                 None if keep is None else keep[pair_slice, :, rows, keys],
                 keep_scale,
             )
             yield pair_slice, rows, keys, chunk
+
+
+def _sees_nodes(bits: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """True where a query with these bits sees a node of a tree, by its number; negative numbers are those of the keys before the tree."""
+    return (nodes < 0) | (bits >> nodes.clamp(min=0) & 1 != 0)
 
 
 def _forward_of_chunk(

@@ -53,6 +53,7 @@ from tl_attention.testing.shapes import Shape, sequences
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
 PASSES = (*DIRECTIONS, DECODE)
+OPTION_WORDS = tuple(dict.fromkeys((*OPTIONS, *DECODE_OPTIONS)))
 GPU_HELP = f"a Hopper GPU, such as H100 or its name in torch; default: this GPU, else {DEFAULT_GPU}"
 NAMED_BUCKETS = tuple(
     dict.fromkeys(bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS))
@@ -85,7 +86,7 @@ class Question:
     @property
     def words(self) -> str:
         """The problem as it was asked: bf16 d100 causal window."""
-        options = (option for option in OPTIONS if option in self.options)
+        options = (option for option in OPTION_WORDS if option in self.options)
         words = [DTYPES[self.dtype].short, width_words(*self.head_dims), MASKS[self.causal], *options]
         words += ["batch_invariant"] * self.batch_invariant + ["max_logits"] * self.max_logits
         return " ".join(words)
@@ -131,7 +132,7 @@ def parse(words: Sequence[str]) -> Question:
         elif word in NAMED_BUCKETS:
             once("bucket", word)
             question.bucket = word
-        elif name in OPTIONS:
+        elif name in OPTION_WORDS:
             question.options.append(name)
             if name == "window" and word != name:
                 question.window = _window(word)
@@ -194,7 +195,7 @@ def _close_word(word: str) -> str | None:
         *MASKS,
         *PASSES,
         *NAMED_BUCKETS,
-        *OPTIONS,
+        *OPTION_WORDS,
         "batch_invariant",
         "max_logits",
         *(f"{size}=N" for size in SIZES),
@@ -206,7 +207,7 @@ def _close_word(word: str) -> str | None:
 def accepted_words() -> str:
     return (
         f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
-        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), batch_invariant, max_logits, "
+        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTION_WORDS)}; a value such as window=127 is allowed), batch_invariant, max_logits, "
         f"a bucket ({', '.join(NAMED_BUCKETS)}), sizes ({', '.join(f'{name}=N' for name in SIZES)}) "
         f"or passes ({', '.join(PASSES)})"
     )
@@ -360,6 +361,8 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
 
 def _problem(question: Question, direction: str) -> AttnProblem:
     check_head_dims(*question.head_dims, direction, question.dtype)
+    if others := [option for option in question.options if option not in OPTIONS]:
+        raise ValueError(f"options: expected some of {', '.join(OPTIONS)} for {direction}, got {others[0]}")
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
         options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
@@ -450,7 +453,8 @@ def _answer_decode(question: Question) -> Iterator[Answer]:
         which = "at most 64" if few else "more than 64"
         source = f"[decode] {problem.width} of {grid}, for {which} rows per key head"
         if question.batch_invariant and not config.v_in_k:
-            forward = AttnProblem.of(question.dtype, *question.head_dims, False, options=problem.options)
+            shared = tuple(option for option in problem.options if option in OPTIONS)
+            forward = AttnProblem.of(question.dtype, *question.head_dims, False, options=shared)
             config = configs.invariant_decode_config(problem, config, forward)
             source += ", with the key blocks of the forward"
         found, why = (str(config), config, source, (), ""), _reasons(question, problem)

@@ -35,7 +35,7 @@ from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.softmax import LAZY_GROWTH, LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.sources.pages import CachePages
 from tl_attention.kernels.sources.tiles import packed
-from tl_attention.problem.attn_problem import DECODE_ARGUMENTS, AttnProblem
+from tl_attention.problem.attn_problem import AttnProblem, decode_arguments
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -118,7 +118,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         heads_per_kv, m_blocks: query heads per key head, query blocks of block_M rows per key head.
         softmax_scale, lse_unit: float32; ln 2 makes Lse natural.
         split_rule, ctas: see work.py; CTAs of the grid.
-        left, .., Sink: attn_problem.DECODE_ARGUMENTS. The window is always on.
+        left, .., Sink, Tree: attn_problem.decode_arguments(). The window is always on.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_N, v_in_k = config.block_N, config.v_in_k
@@ -145,7 +145,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         "seqlens_n, leftpad_n, caches_n, table_n, pages_n"
     )
     slots, part_rows, entries = T.dynamic("slots, part_rows, entries")
-    option_types = argument_types(DECODE_ARGUMENTS)
+    option_types = argument_types(decode_arguments(problem.options))
 
     def query_tile(w: Any) -> Any:
         """Number of the query tile of a warpgroup in shared memory."""
@@ -223,6 +223,24 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             smem.V.wait(me.segment.step[0])
             T.wgmma_gemm(me.P, smem.V[me.segment.step[0]], me.acc_o, policy=row_wise)
 
+    def hides_keys(first_key: Any, length: Any, options: OptionArguments) -> Any:
+        """True if a key of a block is past the end, right of the first query's window, left of the last query's, or a node of the tree."""
+        hides = (
+            (first_key + block_N > length)
+            | (first_key + block_N - 1 > length - seqlen_q + options.right)
+            | (first_key < length - 1 - options.left)
+        )
+        return hides | (first_key + block_N > length - seqlen_q) if problem.has("tree") else hides
+
+    def sees_key(w: Any, i: Any, key: Any, length: Any, rows: RowTables, options: OptionArguments) -> Any:
+        """True where row i sees a key. Node j of the tree is key length - seqlen_q + j."""
+        sees = (
+            (key <= rows.diagonals[w, i] + options.right)
+            & (key >= rows.diagonals[w, i] - options.left)
+            & (key < length)
+        )
+        return sees & rows.sees_node(w, i, key - (length - seqlen_q)) if problem.has("tree") else sees
+
     @T.macro
     def weigh(me, first_key, length, rows, arguments):
         """Turn scores S into exponentials: softcap, ALiBi, mask and online softmax.
@@ -239,18 +257,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     acc_s[i, j] * (options.softcap if scores.capped else arguments.softmax_scale)
                     - rows.slopes[me.w, i] * distance
                 )
-        # True if a key of this block is past the end, right of the first query's window or left of the last query's
-        if (
-            (first_key + block_N > length)
-            | (first_key + block_N - 1 > length - seqlen_q + options.right)
-            | (first_key < length - 1 - options.left)
-        ):
+        if hides_keys(first_key, length, options):
             for i, j in T.Parallel(64, block_N):
-                seen = (
-                    (first_key + j <= rows.diagonals[me.w, i] + options.right)
-                    & (first_key + j >= rows.diagonals[me.w, i] - options.left)
-                    & (first_key + j < length)
-                )
+                seen = sees_key(me.w, i, first_key + j, length, rows, options)
                 acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
         me.softmax.update(acc_s)
 

@@ -412,6 +412,9 @@ class RowTables:
         self.diagonals = T.alloc_shared([warpgroups, 64], "int32")  # last key under a causal mask
         self.slopes = T.alloc_shared([warpgroups, 64], "float32") if problem.has("alibi") else None
         self.sinks = T.alloc_shared([warpgroups, 64], "float32") if problem.has("sink") else None
+        # Bits 0 to 31 and 32 to 63 of the tree
+        self.low_bits = T.alloc_shared([warpgroups, 64], "int32") if problem.has("tree") else None
+        self.high_bits = T.alloc_shared([warpgroups, 64], "int32") if problem.has("tree") else None
 
     @T.inline
     def fill(self, w, segment, seqlen_q, heads_per_kv, options):
@@ -424,13 +427,22 @@ class RowTables:
             first_head = segment.field("kv_head") * heads_per_kv
             self.heads[w, thread] = first_head + T.truncmod(number, heads_per_kv)
             self.diagonals[w, thread] = segment.length[0] - seqlen_q + self.queries[w, thread]
-        # gather_queries() reads queries and heads of other threads; slopes and sinks are ready at the barrier after it
+        # gather_queries() reads queries and heads of other threads; slopes, sinks and bits are ready at the barrier after it
         sync_warpgroup(w)
         if thread < 64:
             if self.slopes is not None:
                 self.slopes[w, thread] = options.Slopes[segment.b[0], self.heads[w, thread]]
             if self.sinks is not None:
                 self.sinks[w, thread] = options.Sink[self.heads[w, thread]] * self.sink_unit
+            if self.low_bits is not None:
+                bits = options.Tree[segment.b[0], self.queries[w, thread]]
+                self.low_bits[w, thread] = T.cast(bits, "int32")
+                self.high_bits[w, thread] = T.cast(bits >> 32, "int32")
+
+    def sees_node(self, w: Any, i: Any, node: Any) -> Any:
+        """True where row i sees a node of the tree, by its number; True for the negative numbers of the keys before the tree."""
+        bits = T.if_then_else(node < 32, self.low_bits[w, i], self.high_bits[w, i])
+        return (node < 0) | ((bits >> (node & 31) & 1) != 0)
 
     def sink_of(self, w: Any) -> Callable[[Any], Any]:
         """Function from a row of warpgroup w to its sink."""

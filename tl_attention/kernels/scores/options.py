@@ -19,15 +19,22 @@ from tl_attention.kernels.scores.traced import Traced
 from tl_attention.kernels.scores.traced_arguments import TracedArguments
 from tl_attention.kernels.seams.roles import Roles
 from tl_attention.kernels.seams.softmax import LOG2E
-from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, AttnProblem, OptionArgument
+from tl_attention.problem.attn_problem import (
+    KERNEL_ARGUMENTS,
+    OPTION_ARGUMENTS,
+    AttnProblem,
+    OptionArgument,
+    arguments_of,
+)
 from tl_attention.problem.program import LISTED_ROWS
 
-_Values = make_dataclass("_Values", [(x.name, Any) for x in KERNEL_ARGUMENTS], frozen=True)
+_NAMES = tuple(x.name for x in arguments_of(OPTION_ARGUMENTS))
+_Values = make_dataclass("_Values", [(name, Any) for name in _NAMES], frozen=True)
 
 
 @dataclass(frozen=True)
 class OptionArguments(_Values):
-    """Arguments of a kernel with options: a field per attn_problem.KERNEL_ARGUMENTS, by its name, and those of the problem's program.
+    """Arguments of a kernel with options: a field per argument of OPTION_ARGUMENTS, by its name, and those of the problem's program.
 
     Those of options that the problem lacks are not read. Table is scheduler.TileOrder's with packed sequences, else options.Options.place.
     """
@@ -49,7 +56,7 @@ def option_arguments(problem: AttnProblem) -> OptionArguments:
 
 def argument_types(arguments: Sequence[OptionArgument]) -> OptionArguments:
     """Types of these arguments; False, for which declare() makes no argument, of others."""
-    types = dict.fromkeys((x.name for x in KERNEL_ARGUMENTS), False)
+    types = dict.fromkeys(_NAMES, False)
     return OptionArguments(**types | {x.name: _type_of(x) for x in arguments})
 
 

@@ -14,6 +14,7 @@ from tl_attention.problem.attn_problem import (
     DEFAULT_DTYPE,
     DTYPES,
     FP32_DTYPES,
+    OPTIONS,
 )
 from tl_attention.testing import counts, functions
 from tl_attention.testing.shapes import Shape, chosen_shapes, sequences
@@ -134,10 +135,11 @@ def _check_function(shape: Shape, direction: str, dtype: str) -> None:
 
 
 def _check_decode(shape: Shape) -> None:
-    others = [name for name in shape.option_names if name not in DECODE_OPTIONS]
+    known = [name for name in DECODE_OPTIONS if name in OPTIONS]
+    others = [name for name in shape.option_names if name not in known]
     others += ["packed"] * shape.options.packed
     if others:
-        expected = ", ".join((*DECODE_OPTIONS, "page", "ragged"))
+        expected = ", ".join((*known, "page", "ragged"))
         raise ValueError(f"shape {shape}: expected some of {expected} for --pass decode, got {others[0]}")
     if shape.options.page % 16:
         raise ValueError(f"shape {shape}: expected page=N with N a multiple of 16, got {shape.options.page}")

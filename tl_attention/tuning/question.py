@@ -207,8 +207,8 @@ def _close_word(word: str) -> str | None:
 def accepted_words() -> str:
     return (
         f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
-        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTION_WORDS)}; a value such as window=127 is allowed), batch_invariant, max_logits, "
-        f"a bucket ({', '.join(NAMED_BUCKETS)}), sizes ({', '.join(f'{name}=N' for name in SIZES)}) "
+        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTION_WORDS)}; a value such as window=127 is allowed), batch_invariant, "
+        f"max_logits, a bucket ({', '.join(NAMED_BUCKETS)}), sizes ({', '.join(f'{name}=N' for name in SIZES)}) "
         f"or passes ({', '.join(PASSES)})"
     )
 

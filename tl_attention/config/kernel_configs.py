@@ -60,9 +60,8 @@ class FwdConfig:
     term_stages: int = 0
     # A query's bits follow from its own keys: not with hold_max, split and stream-K. See configs.choose_invariant()
     batch_invariant: bool = False
-    max_logits: bool = (
-        False  # store the largest score of each query; not with hold_max, split and stream-K. See storing_max
-    )
+    # Store the largest score of each query: not with hold_max, split and stream-K. See storing_max
+    max_logits: bool = False
 
     @property
     def warpgroups(self) -> int:

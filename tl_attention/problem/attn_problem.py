@@ -147,11 +147,8 @@ PART_OPTIONS = ("placed", "added", "partial")
 ONLY_DECODE = ("tree",)
 OPTIONS = tuple(name for name in OPTION_ARGUMENTS if name not in (*PART_OPTIONS, *ONLY_DECODE))
 DECODE_OPTIONS = ("window", "softcap", "alibi", "sink", *ONLY_DECODE)
-DECODE_TREE_OPTIONS = (
-    "softcap",
-    "sink",
-    "tree",
-)  # all that a tree combines with, and the window of every decode
+# All that a tree combines with, beside the window of every decode
+DECODE_TREE_OPTIONS = ("softcap", "sink", "tree")
 
 
 def arguments_of(options: Iterable[str]) -> tuple[OptionArgument, ...]:

@@ -1,10 +1,11 @@
 """Attention of a few queries per sequence to a long cache of keys and values, for Hopper.
 
 The kernel is bound by memory: it reads each byte of the cache once. The queries of all heads that share a key head are the rows of its
-tiles (packed GQA). Persistent CTAs divide the work units of all sequences and key heads evenly (work.py). By default a unit is a key
-block, so they share all keys: the splits over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp
-loads key blocks by TMA, with or without pages. Each consumer warpgroup computes 64 rows by online softmax. With v_in_k (multi-head
-latent attention: V is the first columns of K) all warpgroups compute S of the same 64 rows, and each its own columns of O.
+tiles (packed GQA). Persistent CTAs divide the work units of all sequences and key heads evenly (work.py). A unit is a key block, so that
+they share all keys, or a split of a sequence's keys where that is as even: the splits over keys of Flash-Decoding (Dao et al. 2023) in the
+persistent order of FlashMLA. A producer warp loads key blocks by TMA, with or without pages. Each consumer warpgroup computes 64 rows by
+online softmax. With v_in_k (multi-head latent attention: V is the first columns of K) all warpgroups compute S of the same 64 rows, and
+each its own columns of O.
 
 If several CTAs share an item, each writes a partial, O and lse in fp32, and combine.py merges the partials. Merging in the last CTA
 that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).

@@ -16,11 +16,14 @@ from tl_attention import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     flex_attention,
     mha_bwd_interface,
     mha_fwd_interface,
 )
+from tl_attention.checks import lengths as checks_lengths
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16
@@ -108,7 +111,7 @@ def test_dtensors_take_whole_lengths_alone(mesh):
     placed = [DTensor.from_local(x, mesh, [Replicate(), Shard(1)]) for x in rows]
     starts = torch.tensor([0, 8, 20], device=mesh.device_type, dtype=torch.int32)
     part = DTensor.from_local(starts, mesh, [Shard(0), Replicate()])
-    with pytest.raises(NotImplementedError, match="expected replicated DTensors"):
+    with pytest.raises(NotImplementedError, match="^cu_seqlens_q: expected a replicated DTensor"):
         flash_attn_varlen_func(*placed, part, part, 12, 12)
 
 
@@ -343,3 +346,92 @@ def test_other_functions_refuse_dtensors_by_name(name, mesh):
     text = rf"^{argument}: expected a tensor of this rank, got a DTensor of placements .*{re.escape(argument)}\.to_local\(\)"
     with pytest.raises(NotImplementedError, match=text):
         call()
+
+
+def test_lengths_that_are_dtensors_are_checked(mesh, monkeypatch):
+    rows = [local(mesh, 20, 2, 32) for _ in range(3)]
+    placed = [DTensor.from_local(x, mesh, [Replicate(), Shard(1)]) for x in rows]
+    packed = torch.stack(rows, 1)
+    qkv = DTensor.from_local(packed, mesh, [Replicate(), Shard(2)])
+    kv = DTensor.from_local(packed[:, 1:].contiguous(), mesh, [Replicate(), Shard(2)])
+
+    def bounds(*values):
+        x = torch.tensor(values, device=mesh.device_type, dtype=torch.int32)
+        return x, DTensor.from_local(x, mesh, [Replicate(), Replicate()])
+
+    (right, of_mesh), (_, wrong_of_mesh) = bounds(0, 8, 20), bounds(0, 8, 21)
+    used, used_of_mesh = bounds(8, 3)
+    for always in (False, True):
+        monkeypatch.setattr(checks_lengths, "ALWAYS", always)
+        switch = {"check_lengths": not always}
+        options = {"seqused_q": used, "seqused_k": used}
+        found = flash_attn_varlen_func(
+            *placed, of_mesh, of_mesh, 12, 12, seqused_q=used_of_mesh, seqused_k=used, **switch
+        )
+        want = flash_attn_varlen_func(*rows, right, right, 12, 12, **options)
+        assert torch.equal(found.to_local(), want)
+        want = flash_attn_varlen_func(*rows, right, right, 12, 12)
+        for found in (
+            flash_attn_varlen_func(*placed, right, of_mesh, 12, 12, **switch),
+            flash_attn_varlen_qkvpacked_func(qkv, of_mesh, 12, **switch),
+            flash_attn_varlen_kvpacked_func(placed[0], kv, of_mesh, of_mesh, 12, 12, **switch),
+        ):
+            assert torch.equal(found.to_local(), want)
+        with pytest.raises(IndexError, match=r"^cu_seqlens_k\[2\]: expected 8 to 20, .*got 21"):
+            flash_attn_varlen_func(*placed, of_mesh, wrong_of_mesh, 13, 13, **switch)
+        with pytest.raises(IndexError, match=r"^cu_seqlens\[2\]: expected 8 to 20, .*rows of qkv, got 21"):
+            flash_attn_varlen_qkvpacked_func(qkv, wrong_of_mesh, 13, **switch)
+        part = DTensor.from_local(right, mesh, [Shard(0), Replicate()])
+        with pytest.raises(NotImplementedError, match="^cu_seqlens_q: expected a replicated DTensor"):
+            flash_attn_varlen_func(*placed, part, part, 12, 12, **switch)
+        with pytest.raises(NotImplementedError, match="^cu_seqlens_q: expected a tensor of this rank"):
+            flash_attn_varlen_func(*rows, of_mesh, of_mesh, 12, 12, **switch)
+        with pytest.raises(NotImplementedError, match="^cu_seqlens: expected a tensor of this rank"):
+            flash_attn_varlen_qkvpacked_func(packed, of_mesh, 12, **switch)
+
+
+def test_the_state_of_dropout_is_checked_beside_dtensors(mesh):
+    parts = [local(mesh, 2, 20, 4, 64) for _ in range(3)]
+    tensors = [whole(mesh, x, Shard(0), Shard(2)) for x in parts]
+    with pytest.raises(TypeError, match=r"^rng_state: expected a torch\.Tensor, got str"):
+        flash_attn_func(*tensors, rng_state="garbage")
+    with pytest.raises(TypeError, match=r"^rng_state: expected torch\.int64"):
+        flash_attn_func(*tensors, rng_state=torch.zeros(2, device=mesh.device_type))
+    state = torch.zeros(2, dtype=torch.int64, device=mesh.device_type)
+    of_mesh = DTensor.from_local(state, mesh, (Replicate(), Replicate()))
+    want = flash_attn_func(*parts)
+    for x in (state, of_mesh):
+        assert torch.equal(flash_attn_func(*tensors, rng_state=x).to_local(), want)
+    with pytest.raises(
+        NotImplementedError, match=r"^rng_state: expected a replicated DTensor or .* got placements"
+    ):
+        flash_attn_func(*tensors, rng_state=DTensor.from_local(state, mesh, (Shard(0), Replicate())))
+
+
+CAPPED = {"score_mod": lambda score, b, h, q_idx, kv_idx: 20 * torch.tanh(score / 20)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "sizes", [(2, 20, 4, 64), (1, 20, 1, 64), (2, 1, 4, 64), (1, 1, 1, 8), (2, 0, 4, 64)], ids=str
+)
+@pytest.mark.parametrize("functions", [*FUNCTIONS.values(), CAPPED], ids=[*FUNCTIONS, "capped"])
+def test_strides_of_results_are_those_of_their_memory(name, functions, sizes, mesh):
+    batch, seqlen, heads, head_dim = sizes
+    rows, placements = LAYOUTS[name]
+    for given, shape, call in (
+        (placements, (batch, heads, seqlen, head_dim), flex_attention),
+        (rows, (batch, seqlen, heads, head_dim), flash_attn_func),
+    ):
+        part = local(mesh, *shape)
+        x = whole(mesh, part, *given)
+        out = call(x, x, x, **functions)
+        mine = out.to_local()
+        assert torch.equal(mine, call(part, part, part, **functions))
+        assert out.is_contiguous() == mine.is_contiguous()
+        order, of_mine = (
+            [dim for dim in sorted(range(4), key=y.stride, reverse=True) if mine.shape[dim] > 1]
+            for y in (out, mine)
+        )
+        assert order == of_mine
+        assert torch.equal(out.transpose(1, 2).contiguous().to_local(), mine.transpose(1, 2))

@@ -543,3 +543,39 @@ def test_functions_capture_tensors_whose_sizes_are_symbols(qkv):
     bias = torch.randn(HEADS, LENGTH)
     graph = make_fx(attend, tracing_mode="symbolic")(*qkv, bias)
     torch.testing.assert_close(graph(*qkv, bias), attend(*qkv, bias))
+
+
+MALFORMED = {
+    "window-short": {"window_size": (-1,)},
+    "window-long": {"window_size": (-1, None, None)},
+    "window-empty": {"window_size": ()},
+    "window-float": {"window_size": (-1.0, None)},
+    "window-set": {"window_size": {-1, None}},
+    "softcap-bool": {"softcap": False},
+    "softcap-text": {"softcap": "0"},
+    "splits-bool": {"num_splits": False},
+    "splits-float": {"num_splits": 0.0},
+    "dropout-text": {"dropout_p": "0"},
+    "scale": {"softmax_scale": False},
+    "causal": {"causal": 0},
+}
+
+
+@pytest.mark.parametrize("options", MALFORMED.values(), ids=MALFORMED)
+def test_functions_refuse_malformed_options_as_calls_without(options):
+    x = torch.randn(1, 4, 2, 8)
+    with pytest.raises((TypeError, ValueError)) as plain:
+        flash_attn_func(x, x, x, **options)
+    with pytest.raises(plain.type) as found:
+        flash_attn_func(x, x, x, score_mod=lambda s, b, h, i, j: s * 2, **options)
+    assert str(found.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("score_mod", [None, lambda s, b, h, i, j: s * 2], ids=["plain", "score_mod"])
+def test_no_query_shares_the_keys_of_one_batch_entry(score_mod, device):
+    q, k, v = (torch.randn(n, 2, 3, 8, device=device, requires_grad=True) for n in (0, 1, 1))
+    out, lse = flex_attention(q, k, v, score_mod, return_lse=True)
+    assert out.shape == (0, 2, 3, 8) and lse.shape == (0, 2, 3)
+    for x, grad in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert grad.shape == x.shape and not grad.any()

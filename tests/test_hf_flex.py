@@ -328,3 +328,59 @@ def test_hf_flex_training_losses_are_those_of_eager(name):
     ours, eager, exact = curves
     assert exact[-1] < exact[0]
     assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 0.005 * exact.max()
+
+
+HIDDEN_ROW = MASK.clone()
+HIDDEN_ROW[..., 4, :] = False
+PADDED_ROW = hf.attention_mask(1, 9, 9, attention_mask=torch.tensor([[0] + [1] * 8]))
+WITHOUT_KEYS = {
+    "mask": ({"attention_mask": HIDDEN_ROW}, 4),
+    "additive": ({"attention_mask": torch.zeros(1, 1, 9, 9).masked_fill(~HIDDEN_ROW, -torch.inf)}, 4),
+    "bias": ({"attention_mask": PADDED_ROW, "position_bias": torch.zeros(1, 4, 9, 9)}, 0),
+}
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, 0.0, torch.inf])
+@pytest.mark.parametrize(("options", "row"), WITHOUT_KEYS.values(), ids=WITHOUT_KEYS)
+def test_hf_flex_sinks_without_bounds_are_finite(options, row, sink):
+    """A query that sees no key has out 0, whatever its sink; a sink of -inf counts as none, one of inf takes all."""
+    q, k, v = (torch.randn(1, 4, 9, 16, requires_grad=True) for _ in range(3))
+    s_aux = torch.full((4,), sink, requires_grad=True)
+    out, _ = hf.attention_forward(None, q, k, v, s_aux=s_aux, **options)
+    assert out.isfinite().all() and out[:, row].eq(0).all()
+    without, _ = hf.attention_forward(None, q, k, v, **options)
+    if sink:
+        torch.testing.assert_close(out, without if sink < 0 else torch.zeros_like(out))
+    grads = torch.autograd.grad(out.sum(), (q, k, v, s_aux))
+    assert all(x.isfinite().all() for x in grads)
+    assert grads[3].eq(0).all() == bool(sink)
+    if sink < 0:
+        for x, y in zip(grads, torch.autograd.grad(without.sum(), (q, k, v)), strict=False):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("sink", [None, torch.zeros(4)], ids=["plain", "sink"])
+@pytest.mark.parametrize("sizes", [(1, 9, 0), (1, 0, 9), (1, 0, 0), (0, 9, 9)], ids=str)
+@pytest.mark.parametrize("kind", ["bias", "bias-of-mask", "mask", "additive"])
+def test_hf_flex_empty_calls_are_those_without_a_mask(kind, sizes, sink):
+    batch, seqlen_q, seqlen_k = sizes
+    q, k = torch.randn(batch, 4, seqlen_q, 16), torch.randn(batch, 4, seqlen_k, 16)
+    bias = torch.zeros(batch, 4, seqlen_q, seqlen_k, requires_grad=True)
+    padding = torch.zeros(batch, seqlen_k, dtype=torch.int64)
+    options = {
+        "bias": {"attention_mask": None, "position_bias": bias},
+        "bias-of-mask": {
+            "attention_mask": hf.attention_mask(
+                *sizes, attention_mask=padding, allow_is_bidirectional_skip=True
+            ),
+            "position_bias": bias,
+        },
+        "mask": {"attention_mask": torch.ones(batch, 1, seqlen_q, seqlen_k).bool()},
+        "additive": {"attention_mask": bias},
+    }[kind]
+    out, _ = hf.attention_forward(None, q, k, k, s_aux=sink, is_causal=False, **options)
+    expected, _ = hf.attention_forward(None, q, k, k, None, s_aux=sink, is_causal=False)
+    assert out.shape == expected.shape and torch.equal(out, expected)
+    if kind in ("bias", "additive"):
+        (grad,) = torch.autograd.grad(out.sum(), bias)
+        assert grad.shape == bias.shape and not grad.any()

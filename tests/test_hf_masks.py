@@ -536,3 +536,83 @@ def test_mask_keeps_its_numbers_on_another_dtype():
     assert mask.to(torch.bfloat16) is mask and mask.contiguous() is mask
     moved = mask.to(device="cpu")
     assert moved.starts.dtype == torch.bool and moved.sizes == mask.sizes
+
+
+def test_hf_empty_positions_and_padding_are_ignored():
+    x = torch.randn(1, 2, 0, 8)
+    out, _ = hf.attention_forward(None, x, x, x, None, is_causal=True, position_ids=torch.zeros(1, 0).long())
+    assert out.shape == (1, 0, 2, 8)
+    for padding in (torch.zeros(1, 0).long(), torch.zeros(1, 0).bool()):
+        for use_vmap in (False, True):
+            for function in (None, causal_mask_function):
+                given = {"attention_mask": padding, "use_vmap": use_vmap, "mask_function": function}
+                mask = hf.attention_mask(1, 0, 0, **given)
+                out, _ = hf.attention_forward(None, x, x, x, mask, position_ids=torch.zeros(1, 0).long())
+                assert out.shape == (1, 0, 2, 8)
+
+
+def test_hf_padding_that_ends_before_the_keys_hides_them():
+    """No column of the padding mask is left for keys behind its end."""
+    q = torch.randn(1, 2, 3, 8)
+    mask = hf.attention_mask(1, 3, 3, q_offset=2, kv_offset=2, attention_mask=torch.ones(1, 2).long())
+    out, _ = hf.attention_forward(None, q, q, q, mask)
+    assert out.eq(0).all()
+
+
+LONG_BOUNDS = {
+    "above": ([0, 2**32 + 2, 6], [0, 2, 6], r"^cu_seq_?lens_q\[1\]: expected 0 to 6, .*rows of q"),
+    "below": ([0, 2, 6], [0, 2 - 2**32, 6], r"^cu_seq_?lens_k\[1\]: expected 0 to 6, .*rows of k"),
+    "end": ([0, 2, 6 + 2**33], [0, 2, 6], r"^cu_seq_?lens_q\[2\]: expected 2 to 6, .*rows of q"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("always", [False, True], ids=["cpu", "environment"])
+@pytest.mark.parametrize(("cu_q", "cu_k", "text"), LONG_BOUNDS.values(), ids=LONG_BOUNDS)
+def test_hf_bounds_of_more_than_32_bits_are_checked(cu_q, cu_k, text, always, compiled, monkeypatch):
+    monkeypatch.setattr(hf.checks_lengths, "ALWAYS", always)
+    q = torch.randn(2, 2, 3, 8)
+    call = hf.attention_forward
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    bounds = {"cu_seq_lens_q": torch.tensor(cu_q), "cu_seq_lens_k": torch.tensor(cu_k)}
+    with pytest.raises(IndexError, match=text):
+        call(None, q, q, q, None, is_causal=True, **bounds)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 9], ids=["decode", "prefill"])
+def test_hf_deterministic_is_a_bool(seqlen_q):
+    q, k = torch.randn(1, 2, seqlen_q, 8).bfloat16(), torch.randn(1, 2, 9, 8).bfloat16()
+    with pytest.raises(TypeError, match=r"^deterministic: expected a bool, got 1"):
+        hf.attention_forward(None, q, k, k, None, is_causal=True, deterministic=1)
+
+
+def causal_of(batch, seqlen_q, seqlen_k, **options):
+    return hf.attention_mask(batch, seqlen_q, seqlen_k, q_offset=seqlen_k - seqlen_q, **options)
+
+
+LAYOUT_CALLS = {
+    "plain": (6, lambda: None),
+    "padded": (6, lambda: causal_of(2, 6, 6, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]))),
+    "decode": (2, lambda: None),
+}
+UNLIKE = {
+    "heads": (
+        (2, 3, 6, 8), (2, 3, 6, 8), ValueError,
+        r"^key, value: .*divides the 4 of query, got 3; tensors are \[batch, heads, seqlen, head_dim\](: call"
+        r" transpose\(1, 2\) if yours are \[batch, seqlen, heads, head_dim\])?$",
+    ),
+    "batch": ((1, 4, 6, 8), (1, 4, 6, 8), ValueError, r"^key, value: expected the batch size of query, 2, got 1 and 1"),
+    "value": ((2, 4, 6, 8), (2, 2, 6, 8), ValueError, r"^value: expected the heads and seqlen of key, 4 and 6, got 2 and 6"),
+    "width": ((2, 4, 6, 16), (2, 4, 6, 16), ValueError, r"^key: expected the head_dim of query, 8, got 16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", LAYOUT_CALLS)
+@pytest.mark.parametrize(("k", "v", "error", "text"), UNLIKE.values(), ids=UNLIKE)
+def test_hf_unlike_shapes_are_named_in_the_layout_of_the_caller(call, k, v, error, text):
+    seqlen_q, mask = LAYOUT_CALLS[call]
+    q, k, v = (torch.randn(shape).bfloat16() for shape in ((2, 4, seqlen_q, 8), k, v))
+    with pytest.raises(error, match=text):
+        hf.attention_forward(None, q, k, v, mask(), is_causal=True)

@@ -99,3 +99,17 @@ def test_no_kernel_is_asked_to_append_no_keys(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(kvcache.launch, "append_to_cache", None)
     assert torch.equal(kvcache._append(*call), wanted)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [{1: 0, 0: 1}, {0: 0, 3: 0}.keys(), {3, 0}, iter((3, 0))],
+    ids=["dict", "keys", "set", "iterator"],
+)
+def test_kvcache_a_known_call_takes_sequences_as_windows_alone(window):
+    some = arguments("cpu", 2, rotary=False)
+    left, right = (3, 0) if not isinstance(window, dict | set) else window
+    for _ in range(2):
+        flash_attn_with_kvcache(**some, window_size=(left, right))
+    with pytest.raises(TypeError, match=r"^window_size: expected a pair \(left, right\), got"):
+        flash_attn_with_kvcache(**some, window_size=window)

@@ -485,3 +485,27 @@ def test_torch_backend_names_its_own_scale(scale):
         torch_backend.sdpa_forward(q, q, q, scale=scale)
     with pytest.raises(ValueError, match="^scale: expected"):
         torch_backend.flash_forward(q, q, q, None, None, 2, 2, 0.0, False, False, scale=scale)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("heads_last", [False, True])
+def test_torch_backend_sdpa_errors_have_the_names_and_layout_of_sdpa(heads_last, dropout):
+    def tensor(heads, head_dim=8, seqlen=6):
+        x = torch.randn(2, seqlen, heads, head_dim) if heads_last else torch.randn(2, heads, seqlen, head_dim)
+        return (x.transpose(1, 2) if heads_last else x).bfloat16()
+
+    q = tensor(4)
+    layout = (
+        r"^key, value: expected a number of heads that divides the 4 of query, got 3; tensors are"
+        r" \[batch, heads, seqlen, head_dim\]: call transpose\(1, 2\) if yours are \[batch, seqlen, heads, head_dim\]$"
+    )
+    for error, text, k, v in (
+        (ValueError, layout, tensor(3), tensor(3)),
+        (NotImplementedError, r"^value: expected a head_dim .*zeros and pass scale explicitly$", tensor(4), tensor(4, 16)),
+        (ValueError, r"^value: expected the heads and seqlen of key, 4 and 6, got 4 and 5", tensor(4), tensor(4, seqlen=5)),
+        (TypeError, r"^key, value: expected the dtype of query", tensor(4).half(), tensor(4)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            torch_backend.sdpa_forward(q, k, v, dropout)
+    with pytest.raises(TypeError, match=r"^is_causal: expected a bool"):
+        torch_backend.sdpa_forward(q, q, q, dropout, is_causal=1)

@@ -351,15 +351,14 @@ def flash_attn_varlen_qkvpacked_func(
         raise unknown_keyword(flash_attn_varlen_qkvpacked_func, unknown)
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
-    lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
     q, k, v = qkv.unbind(-3)
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
-        lengths=lengths,
     )  # fmt: skip
     try:
-        return _attend(request, return_attn_probs, return_max_logits)
+        lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
+        return _attend(request._replace(lengths=lengths), return_attn_probs, return_max_logits)
     except ARGUMENT_ERRORS as error:
         raise _VARLEN_QKV_NAMES.of(error) from None
 
@@ -399,15 +398,14 @@ def flash_attn_varlen_kvpacked_func(
         raise unknown_keyword(flash_attn_varlen_kvpacked_func, unknown)
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
-    lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
     k, v = kv.unbind(-3)
     request = new_request(
         q, k, v, softmax_scale, causal, deterministic, precision=precision, window_size=window_size, softcap=softcap,
         dropout_p=dropout_p, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, rng_state=rng_state, batch_invariant=batch_invariant,
-        lengths=lengths,
     )  # fmt: skip
     try:
-        return _attend(request, return_attn_probs, return_max_logits)
+        lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
+        return _attend(request._replace(lengths=lengths), return_attn_probs, return_max_logits)
     except ARGUMENT_ERRORS as error:
         raise _KV_NAMES.of(error) from None
 

@@ -296,6 +296,8 @@ def _look_up(
         values: softmax_scale, softcap and arguments whose types are checked.
         seqlens: type of cache_seqlens.
     """
+    if type(window_size) not in (tuple, list):
+        return None, None
     try:
         left, right = window_size
         signature = (
@@ -305,7 +307,7 @@ def _look_up(
             type(values[0]), type(values[1]), type(left), type(right),
         )  # fmt: skip
         return launch.kept_call(signature), signature
-    # An argument that is no tensor or no pair, a nested tensor, a value without a hash
+    # An argument that is no tensor, a window that is no pair, a nested tensor, a value without a hash
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 

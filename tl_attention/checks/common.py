@@ -294,7 +294,7 @@ def check_fwd(
             f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
         )
 
-    _check_shapes(q, k, v, heads_axis, seqlen_axis, varlen, layout)
+    check_shapes(q, k, v, heads_axis, seqlen_axis, varlen, layout)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     # mha_fwd_interface, the heads-first function, names its arguments sm_scale and is_causal
     scale_name, causal_name = ("sm_scale", "is_causal") if heads_first else ("softmax_scale", "causal")
@@ -311,14 +311,14 @@ def check_fwd(
     expect_bool(causal_name, causal)
 
 
-def _check_shapes(
+def check_shapes(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     heads_axis: int,
     seqlen_axis: int,
-    varlen: bool,
-    layout: str,
+    varlen: bool = False,
+    layout: str = HEADS_FIRST,
 ) -> None:
     """Check that the shapes of q, k and v match. layout: their dimensions, in words."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
@@ -356,7 +356,7 @@ def check_reference(
                 f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
             )
         expect_device(name, x, q)
-    _check_shapes(q, k, v, 1, 2, varlen=False, layout=HEADS_FIRST)
+    check_shapes(q, k, v, 1, 2)
     expect_scale("sm_scale", sm_scale)
     expect_bool("is_causal", is_causal)
 

@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
+from tl_attention.checks.common import (
+    BY_KEYWORD,
+    check_num_splits,
+    check_window,
+    describe,
+    expect_bool,
+    expect_dropout,
+    expect_local,
+    expect_softcap,
+    expect_tensor,
+    is_dtensor,
+    is_int,
+)
 from tl_attention.checks.transforms import warn_caller
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.program import BLOCK_BITS, HOW_BITS, Call
@@ -119,13 +131,17 @@ _OPTION_ADVICE = {
 
 
 def check_no_options(request: Request) -> None:
-    """Refuse options of flash_attn_func beside functions, but for the precision."""
+    """Refuse options of flash_attn_func beside functions, but for the precision, and malformed ones as a call without functions does."""
+    check_num_splits(request.num_splits)
+    check_window(request.window_size)
+    expect_softcap(request.softcap)
+    expect_dropout("dropout_p", request.dropout_p, BY_KEYWORD)
     for name, off in OPTIONS_OFF.items():
         value = getattr(request, name)
         if isinstance(off, bool):
             expect_bool(name, value)
         if name == "window_size":
-            is_off = isinstance(value, tuple | list) and all(x is None or x == -1 for x in value)
+            is_off = all(x is None or x == -1 for x in value)
         else:
             is_off = value is off or (off is not None and isinstance(value, int | float) and value == off)
         if not is_off:
@@ -146,7 +162,7 @@ def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
     """k and v expanded to the batch of q if they have one entry for all."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
-    if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
+    if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 != q.shape[0]:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     return k, v
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.checks.common import check_lengths, expect_tensor
+from tl_attention.checks.common import check_lengths, expect_tensor, is_dtensor
 from tl_attention.checks.kvcache import cache_capacity
 from tl_attention.problem.options import Cache, Options
 
@@ -52,20 +52,22 @@ def checked_lengths(
 ) -> Lengths:
     """Check the values of lengths; return them, with a cu_seqlens_q that depends on the check.
 
-    Lengths whose metadata is wrong are returned unchecked: the checks that follow refuse them.
+    Lengths whose metadata is wrong are returned unchecked: the checks that follow refuse them. Beside DTensors, the values of replicated
+    ones are checked on each rank.
 
     Args:
         q, k: [total, heads, head_dim]; k with block_table: [pages, page_size, heads_kv, head_dim].
     """
+    mine = tuple(map(_of_rank, lengths)) if is_dtensor(q) else lengths
     try:
         for name, x in (("q", q), ("k", k)):
             expect_tensor(name, x)
-        check_lengths(q, *lengths)
-    except (TypeError, ValueError):
+        check_lengths(q, *mine)
+    except (TypeError, ValueError, NotImplementedError):
         return lengths
     if not q.ndim or not k.ndim:
         return lengths
-    cu_q, cu_k, *longest, used_q, used_k = lengths
+    cu_q, cu_k, *longest, used_q, used_k = mine
     tensors = [x if isinstance(x, torch.Tensor) else None for x in longest]
     numbers = [0 if isinstance(x, torch.Tensor) else x for x in longest]
     words = [word for side in names for word in side]
@@ -74,6 +76,11 @@ def checked_lengths(
         cu_q, cu_k, used_q, used_k, *tensors, *numbers, *totals, words, block_table, page_size
     )
     return (cu_q, *lengths[1:])
+
+
+def _of_rank(x: Any) -> Any:
+    """This rank's tensor of a replicated DTensor; anything else as it is."""
+    return x.to_local() if is_dtensor(x) and all(place.is_replicate() for place in x.placements) else x
 
 
 def check_cpu_lengths(q: torch.Tensor, k: torch.Tensor, options: Options) -> None:

@@ -11,7 +11,13 @@ import torch
 from tl_attention.api import kvcache
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.common import FWD_DTYPES, expect_scale, expect_softcap
+from tl_attention.checks.common import (
+    FWD_DTYPES,
+    check_deterministic,
+    check_shapes,
+    expect_scale,
+    expect_softcap,
+)
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations.hf_checks import (
     VARLEN_ROWS,
@@ -141,6 +147,7 @@ def attention_forward(
     check_others(kwargs)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
+    check_deterministic(deterministic)
     if not isinstance(attention_mask, Mask):
         check_window_keys("sliding_window", sliding_window)
     check_packing(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -180,6 +187,10 @@ def attention_forward(
         masks = attention_mask, position_bias, documents
         modes = deterministic, batch_invariant
         return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, *modes), None
+    try:  # here, as the calls below see other layouts, and packed rows of no batch
+        check_shapes(query, key, value, 1, 2)
+    except ValueError as error:
+        raise _ERROR_NAMES.of(error) from None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
     options = {
@@ -261,7 +272,7 @@ def _may_hold_documents(
 ) -> bool:
     """True if position_ids may tell documents apart that the mask does not: see attention_forward."""
     batch, _, seqlen, _ = query.shape
-    if batch != 1 or seqlen == 1 or not isinstance(position_ids, torch.Tensor):
+    if batch != 1 or seqlen < 2 or not isinstance(position_ids, torch.Tensor):
         return False
     if attention_mask is not None and not isinstance(attention_mask, Mask):
         return False
@@ -343,10 +354,18 @@ def _packed_lengths(
 ) -> tuple:
     """cu_seqlens and max_seqlen of flash_attn_varlen_func for the caller's packed sequences; q, k: [total, heads, head_dim]."""
     longest = (q.shape[0] if max_q is None else max_q), (k.shape[0] if max_k is None else max_k)
-    lengths = cu_q.to(torch.int32), cu_k.to(torch.int32), *longest
+    lengths = _as_int32(cu_q), _as_int32(cu_k), *longest
     if checks_lengths.ALWAYS:
         lengths = checks_lengths.checked_lengths(q, k, (*lengths, None, None), _NAMES)[:4]
     return lengths
+
+
+def _as_int32(bounds: torch.Tensor) -> torch.Tensor:
+    """Bounds of sequences in int32. Larger values become the largest one, so that checks of values see them."""
+    if bounds.dtype == torch.int32:
+        return bounds
+    limits = torch.iinfo(torch.int32)
+    return bounds.to(torch.int64).clamp(limits.min, limits.max).to(torch.int32)
 
 
 def _layer_is_causal(module: torch.nn.Module) -> bool:

@@ -41,7 +41,7 @@ def block_mask_of(
     # Copied: a static cache changes the tensor in place before mask_mod is called
     offset = q_offset.reshape(()).clone() if isinstance(q_offset, torch.Tensor) else q_offset
     real = None
-    if padding is not None:
+    if padding is not None and batch and kv_length:
         real = padding[:, kv_offset : kv_offset + kv_length].bool()
         real = torch.nn.functional.pad(real, (0, kv_length - real.shape[1]))
 
@@ -130,8 +130,17 @@ def flex_forward(
     except ARGUMENT_ERRORS as error:
         raise _NAMES.of(error) from None
     if sink is not None:  # the sink is one extra key per query, without a value
-        out = (out * torch.sigmoid(lse - sink.float()[:, None])[..., None]).to(out.dtype)
+        out = (out * _weight_of_keys(lse, sink.float()[:, None])[..., None]).to(out.dtype)
     return out.transpose(1, 2).contiguous()
+
+
+def _weight_of_keys(lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """Weight of the keys beside that of the sink: exp(lse) / (exp(lse) + exp(sink)).
+
+    Equal infinities become 0, before the subtraction: it, or its gradient, would be NaN. Where both are -inf, out is 0.
+    """
+    alike = lse.isinf() & (lse == sink)
+    return torch.sigmoid(lse.masked_fill(alike, 0) - sink.expand_as(lse).masked_fill(alike, 0))
 
 
 def _within(documents: torch.Tensor, mask_mod: Callable | None) -> Callable:
@@ -164,6 +173,8 @@ def _element(name: str, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
         raise ValueError(
             f"{name}: expected the device of query, {query.device}, got {x.device}; move it with .to(query.device)"
         )
+    if not x.numel():  # no score reads it; its sum, 0, has its gradient
+        x = (x.any() if x.dtype == torch.bool else x.sum()).view(1, 1, 1, 1)
     return element(x)
 
 
@@ -174,7 +185,7 @@ def _mask_of_options(
     causal, left, right = window
     right = 0 if causal else right
     batch, seqlen_q, seqlen_k = query.shape[0], query.shape[2], key.shape[2]
-    if rows is None and left < 0 and right < 0:
+    if not batch or (rows is None and left < 0 and right < 0):
         return None
     offset: Any = seqlen_k - seqlen_q
     begin_q = end_q = begin_k = end_k = None

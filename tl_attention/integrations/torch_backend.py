@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
-from tl_attention.checks.common import expect_like, expect_scale
+from tl_attention.checks.common import FWD_DTYPES, check_fwd, expect_like, expect_scale
 from tl_attention.checks.fp32 import check_precision
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations import torch_masks
@@ -23,7 +23,7 @@ from tl_attention.torch_ops.ops import run_backward_op
 NAME = "tl_attention"
 _NAMES = Renaming(
     {
-        "q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal",
+        "q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "sm_scale": "scale", "causal": "is_causal",
         "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
     }
 )  # fmt: skip
@@ -370,17 +370,36 @@ def sdpa_forward(
     if scale is not None:
         expect_scale("scale", scale)
     lengths = query.shape[2], key.shape[2]
-    if dropout_p or return_debug_mask or not _heads_are_outer(query):
-        qkv = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse, *rest = flash_forward(
-            *qkv, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
-        )
-        return with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
-    with torch.no_grad():
-        out, lse = attend(new_request(query, key, value, scale, is_causal, heads_first=True))
+    try:
+        if dropout_p or return_debug_mask or not _heads_are_outer(query):
+            qkv = (x.transpose(1, 2) for x in (query, key, value))
+            out, lse, *rest = flash_forward(
+                *qkv, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
+            )
+            return with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
+        with torch.no_grad():
+            out, lse = attend(new_request(query, key, value, scale, is_causal, heads_first=True))
+    except ARGUMENT_ERRORS as error:
+        raise _sdpa_error(error, query, key, value, scale, is_causal) from None
     state, unused = _dropout_state(query, 0.0)
     rest = state.view(torch.uint64), unused, query.new_empty(0)
     return with_strides_of(out, query), lse, None, None, *lengths, *rest
+
+
+def _sdpa_error(
+    error: Exception,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    is_causal: bool,
+) -> Exception:
+    """The error of sdpa_forward in the names of its arguments and in their layout, which is not always that of the call inside."""
+    try:
+        check_fwd(query, key, value, scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
+    except ARGUMENT_ERRORS as of_layout:
+        error = of_layout
+    return _NAMES.of(error)
 
 
 def sdpa_backward(

@@ -52,6 +52,7 @@ from tl_attention.torch_ops.ops import (
 _Tensor, _FLOAT32, _is_grad_enabled = torch.Tensor, torch.float32, torch.is_grad_enabled
 # Fields of Options that have a number per head, and their place in a Request
 _PLACES = tuple((name, Request._fields.index(PUBLIC_NAMES[name])) for name in PER_HEAD)
+_LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"
 
 
 class _KnownCall(NamedTuple):
@@ -271,20 +272,15 @@ def _on_shards(request: Request) -> Outputs:
             "dropout_p: expected 0 with DTensors, as a mask depends on batch entry and head, got"
             f" {describe(request.dropout_p)}; call .to_local() on q, k and v"
         )
-    lengths, own = request.lengths, {"rng_state": None}
+    lengths, own = request.lengths, {}
     q, k, v, *_ = request
     shards = Shards(q, k, v, axes_of_rows(request.heads_first, packed=lengths is not None))
+    own["rng_state"] = shards.replicated("rng_state", request.rng_state)
     for name, place in _PLACES:
         x, rule = request[place], TENSOR_RULES[name]
         axes = Axes(*(rule.axis(size, getattr(x, "ndim", 1)) for size in ("batch", "heads")))
         own[PUBLIC_NAMES[name]] = shards.option(PUBLIC_NAMES[name], x, axes)
     if lengths is not None:
-        for x in lengths:
-            if is_dtensor(x) and not all(placement.is_replicate() for placement in x.placements):
-                raise NotImplementedError(
-                    "cu_seqlens, seqused: expected replicated DTensors or tensors of this rank beside DTensors, got placements"
-                    f" {tuple(x.placements)}; pass .full_tensor()"
-                )
-        lengths = tuple(x.to_local() if is_dtensor(x) else x for x in lengths)
+        lengths = tuple(shards.replicated(name, x) for name, x in zip(_LENGTHS, lengths, strict=True))
     local = request._replace(lengths=lengths, **own)
     return shards.run(lambda q, k, v: attend(local._replace(q=q, k=k, v=v)), q, k, v)

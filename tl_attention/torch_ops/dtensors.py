@@ -103,6 +103,17 @@ class Shards:
             result.append(found)
         return result
 
+    def replicated(self, name: str, x: Any) -> Any:
+        """This rank's tensor of a replicated DTensor; anything else but other DTensors as it is."""
+        if not is_dtensor(x):
+            return x
+        if not all(placement.is_replicate() for placement in x.placements):
+            raise NotImplementedError(
+                f"{name}: expected a replicated DTensor or a tensor of this rank beside DTensors, got placements {tuple(x.placements)};"
+                " pass .full_tensor()"
+            )
+        return x.to_local()
+
     def option(self, name: str, x: torch.Tensor | None, axes: Axes) -> torch.Tensor | None:
         """The part of a tensor of options on this rank. Its gradient is a sum over the ranks that have other batch entries."""
         if x is None:
@@ -135,9 +146,19 @@ class Shards:
     def _whole(self, x: torch.Tensor, shape: tuple[int, ...], placements: Any) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        strides, step = [], 1
-        for n in reversed(shape):
-            strides.append(step)
-            step *= max(n, 1)
-        sizes = {"shape": torch.Size(shape), "stride": tuple(reversed(strides))}
+        sizes = {"shape": torch.Size(shape), "stride": _whole_strides(x, shape)}
         return DTensor.from_local(x, self.mesh, placements, run_check=False, **sizes)
+
+
+def _whole_strides(x: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor of this shape whose dimensions have the order of x, a rank's part of it, in memory."""
+    of_x, order = x.stride(), range(x.ndim)[::-1]  # the innermost dimension first
+    if not x.is_contiguous() or not x.numel():
+        order = sorted(order, key=lambda dim: of_x[dim])
+    strides, step, whole, part = [0] * x.ndim, 1, 1, 1
+    for dim in order:
+        # The stride of a dimension of size 1 says nothing
+        strides[dim] = of_x[dim] * whole // part if x.shape[dim] > 1 else step
+        n = max(shape[dim], 1)
+        step, whole, part = strides[dim] * n, whole * n, part * max(x.shape[dim], 1)
+    return tuple(strides)

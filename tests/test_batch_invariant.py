@@ -27,7 +27,7 @@ from tl_attention.api import flex_calls
 from tl_attention.api.block_masks import create_block_mask
 from tl_attention.config import configs, legality
 from tl_attention.config.catalog import _decodes
-from tl_attention.integrations import hf, hf_flex
+from tl_attention.integrations import hf, hf_flex, torch_backend, torch_masks, torch_unmasked
 from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     INVARIANT_BUCKET,
@@ -35,6 +35,7 @@ from tl_attention.problem.attn_problem import (
     AttnProblem,
     tile_widths,
 )
+from tl_attention.torch_ops import attend
 from tl_attention.tuning import question
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -478,6 +479,59 @@ def test_several_ranks_are_refused(monkeypatch):
         match=r"TL_ATTENTION_BATCH_INVARIANT: expected it to be unset for tl_attention\.distributed",
     ):
         functions._checked(q, q, q, None, None)
+
+
+def test_registration_asks_for_it_in_every_call(monkeypatch):
+    seen, checked = [], attend.checked_options
+    monkeypatch.setattr(attend, "checked_options", lambda *x: seen.append(checked(*x)) or seen[-1])
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    lengths = torch.tensor([0, 8], dtype=torch.int32)
+
+    def calls() -> list[bool]:
+        """batch_invariant of a call of each kind: dense in both layouts, packed, without a mask for other ops, and gradients and masks."""
+        seen.clear()
+        out, lse, *_ = torch_backend.sdpa_forward(q, q, q)
+        torch_backend.sdpa_forward(*(q.transpose(1, 2).contiguous().transpose(1, 2),) * 3)
+        torch_backend.flash_forward(*(q[0].transpose(0, 1),) * 3, lengths, lengths, 8, 8, 0.0, False, False)
+        torch_unmasked.forward(q, q, q, False, None)
+        options, run = [], torch_backend.run_backward_op
+        for module in (torch_backend, torch_unmasked):
+            monkeypatch.setattr(module, "run_backward_op", lambda *x: options.append(x[3]) or run(*x))
+        nothing = torch.zeros(2, dtype=torch.uint64)
+        torch_backend.sdpa_backward(out, q, q, q, out, lse, None, None, 8, 8, 0.0, False, nothing, nothing)
+        torch_unmasked.backward(out, q, q, q, out, lse, False, None)
+        for module in (torch_backend, torch_unmasked):
+            monkeypatch.setattr(module, "run_backward_op", run)
+        found = [x for _, x in seen] + options
+        return [x.batch_invariant for x in found] + [torch_masks._is_invariant()]
+
+    assert calls() == [False] * 7
+    with torch_backend.register(batch_invariant=True):
+        assert calls() == [True] * 7
+        with torch_backend.register():
+            assert calls() == [False] * 7
+        assert calls() == [True] * 7
+        with pytest.raises(ValueError, match="dropout_p: expected 0 with batch_invariant"):
+            torch_backend.sdpa_forward(q, q, q, 0.1)
+    assert calls() == [False] * 7
+    with pytest.raises(TypeError, match="batch_invariant: expected a bool, got 1"):
+        torch_backend.register(batch_invariant=1)
+
+
+def test_registration_asks_for_it_in_every_layer(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    layer, q, seen = torch.nn.Module(), torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16), []
+    monkeypatch.setattr(
+        hf, "flash_attn_func", lambda *x, **options: seen.append(options["batch_invariant"]) or x[0]
+    )
+    for asked in (True, False):
+        hf.register(batch_invariant=asked)
+        forward = transformers.AttentionInterface()["tl_attention"]
+        forward(layer, q, q, q, None, is_causal=True)
+        forward(layer, q, q, q, None, is_causal=True, batch_invariant=not asked)
+    assert seen == [True, False, False, True]
+    with pytest.raises(TypeError, match="batch_invariant: expected a bool, got None"):
+        hf.register(batch_invariant=None)
 
 
 def test_transformers_pass_it_to_each_function(monkeypatch):

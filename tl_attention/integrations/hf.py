@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tl_attention.checks.common import (
     FWD_DTYPES,
     check_deterministic,
     check_shapes,
+    expect_bool,
     expect_scale,
     expect_softcap,
 )
@@ -54,8 +56,8 @@ _ERROR_NAMES = Renaming(
 )  # fmt: skip
 
 
-def register() -> None:
-    """Make "tl_attention" an attention implementation of transformers, in this process; further calls change nothing.
+def register(*, batch_invariant: bool = False) -> None:
+    """Make "tl_attention" an attention implementation of transformers, in this process; the last call counts.
 
     Call it before a model asks for the implementation: transformers does not know the name otherwise.
 
@@ -63,9 +65,13 @@ def register() -> None:
         model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="tl_attention")
         model.set_attn_implementation("tl_attention")  # of a model that exists; "sdpa" or "eager" for transformers' own
 
+    Args:
+        batch_invariant: of each layer of each model, as in flash_attn_func, unless the model's call says otherwise.
     Raises:
         ImportError: no transformers, or a version before 5, whose mask interface is another one.
+        TypeError: batch_invariant is no bool.
     """
+    expect_bool("batch_invariant", batch_invariant)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
@@ -77,7 +83,8 @@ def register() -> None:
         raise ImportError(
             f"tl_attention.hf: expected transformers 5 or later, got {fault}; pip install 'transformers>=5'"
         )
-    AttentionInterface.register(NAME, attention_forward)
+    invariant = functools.partial(attention_forward, batch_invariant=True)
+    AttentionInterface.register(NAME, invariant if batch_invariant else attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
 
 

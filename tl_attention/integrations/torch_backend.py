@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
-from tl_attention.checks.common import FWD_DTYPES, check_fwd, expect_like, expect_scale
+from tl_attention.checks.common import FWD_DTYPES, check_fwd, expect_bool, expect_like, expect_scale
 from tl_attention.checks.fp32 import check_precision
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations import torch_masks
 from tl_attention.integrations.torch_masks import with_strides_of
-from tl_attention.problem.options import DEFAULT_SPLITS, Options, canonical_window
+from tl_attention.integrations.torch_modes import MODES
+from tl_attention.problem.options import Options, canonical_window
 from tl_attention.problem.request import new_request
 from tl_attention.torch_ops.attend import attend
 from tl_attention.torch_ops.ops import run_backward_op
@@ -30,7 +31,7 @@ _NAMES = Renaming(
 _active: Handle | None = None  # whose kernels replace PyTorch's
 
 
-def register() -> Handle:
+def register(*, batch_invariant: bool = False) -> Handle:
     """Replace PyTorch's flash attention on CUDA tensors by tl_attention, until handle.remove() or to the end of a with statement.
 
         handle = tl_attention.torch_backend.register()
@@ -48,9 +49,14 @@ def register() -> Handle:
 
     After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
 
+    Args:
+        batch_invariant: as in flash_attn_func, for each call that reaches the replaced ops while this registration holds, and for its
+            gradients. Dropout is then refused. False: only with TL_ATTENTION_BATCH_INVARIANT=1.
     Raises:
         NotImplementedError: torch before 2.11.
+        TypeError: batch_invariant is no bool.
     """
+    expect_bool("batch_invariant", batch_invariant)
     try:
         from torch.nn.attention import current_flash_attention_impl
     except ImportError as error:
@@ -58,7 +64,7 @@ def register() -> Handle:
             "tl_attention.torch_backend: expected torch 2.11 or later, which has current_flash_attention_impl, got"
             f" {torch.__version__}; call tl_attention.flash_attn_func instead"
         ) from error
-    handle = Handle(_active or current_flash_attention_impl())
+    handle = Handle(_active or current_flash_attention_impl(), batch_invariant)
     handle._activate()
     return handle
 
@@ -68,10 +74,11 @@ class Handle:
 
     Args:
         before: what it replaces: the handle of another call, or the name of another implementation.
+        batch_invariant: of register().
     """
 
-    def __init__(self, before: Handle | str | None) -> None:
-        self._before = before
+    def __init__(self, before: Handle | str | None, batch_invariant: bool) -> None:
+        self._before, self._batch_invariant = before, batch_invariant
         self._holds = True  # until remove(); another call of register() may have the ops meanwhile
         self._entered = False
         self._overrides: _Overrides | None = None
@@ -111,6 +118,7 @@ class Handle:
         """Override the ops, as torch asks when the implementation is activated. Returns what torch removes for another one."""
         global _active
         self._overrides, self._holds, _active = _Overrides(), True, self
+        MODES.batch_invariant = self._batch_invariant
         return self._overrides
 
 
@@ -135,6 +143,7 @@ class _Overrides:
             return
         self._library._destroy()
         self._library = _active = None
+        MODES.batch_invariant = False
         before, after = self._priorities
         if torch._C._get_sdp_priority_order() == after:  # unless another caller has changed it
             torch._C._set_sdp_priority_order(before)
@@ -233,6 +242,7 @@ def flash_forward(
         "return_attn_probs": True,
         "rng_state": state if dropout_p else None,
         "num_splits": num_splits or 0,
+        "batch_invariant": MODES.batch_invariant,
     }
     function, tensors = flash_attn_func, (query, key, value)
     if varlen:
@@ -316,7 +326,7 @@ def flash_backward(
     """aten::_flash_attention_backward: gradients of flash_forward."""
     causal, window = canonical_window(is_causal, (window_size_left, window_size_right))
     options = Options(
-        num_splits=DEFAULT_SPLITS,
+        num_splits=MODES.num_splits,
         parts=check_precision(query, None),
         window=window,
         dropout_p=dropout_p,
@@ -378,7 +388,8 @@ def sdpa_forward(
             )
             return with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
         with torch.no_grad():
-            out, lse = attend(new_request(query, key, value, scale, is_causal, heads_first=True))
+            modes = {"batch_invariant": MODES.batch_invariant, "heads_first": True}
+            out, lse = attend(new_request(query, key, value, scale, is_causal, **modes))
     except ARGUMENT_ERRORS as error:
         raise _sdpa_error(error, query, key, value, scale, is_causal) from None
     state, unused = _dropout_state(query, 0.0)
@@ -423,7 +434,7 @@ def sdpa_backward(
     """aten::_scaled_dot_product_flash_attention_backward: gradients of sdpa_forward."""
     state = philox_seed.view(torch.int64) if dropout_p else None
     options = Options(
-        num_splits=DEFAULT_SPLITS, dropout_p=dropout_p, rng_state=state, parts=check_precision(query, None)
+        num_splits=MODES.num_splits, dropout_p=dropout_p, rng_state=state, parts=check_precision(query, None)
     )
     heads_first = _heads_are_outer(query)
     tensors = grad_out, query, key, value, out

@@ -21,7 +21,8 @@ from tl_attention import launch
 from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.integrations import torch_unmasked
-from tl_attention.problem.options import MAX_SCALE, options_of_terms
+from tl_attention.integrations.torch_modes import MODES
+from tl_attention.problem.options import BATCH_INVARIANT, MAX_SCALE, options_of_terms
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import is_hopper
 from tl_attention.reference.flex import flex_reference
@@ -282,6 +283,11 @@ def _served(
     return _forward(query, key, value, attn_bias, scale) if serves(*call, scale) else None
 
 
+def _is_invariant() -> bool:
+    """True if the bits of a query may not depend on the batch."""
+    return MODES.num_splits == BATCH_INVARIANT
+
+
 def _call(bias: torch.Tensor, differentiate: bool) -> Call:
     """Call whose score_mod adds a mask, [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1]."""
     from tl_attention.tracing.trace import trace
@@ -310,7 +316,9 @@ def _forward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if query.is_cuda:
         terms, qkv = torch_unmasked.operands(query, key, value)
-        out, lse = launch.forward(*qkv, scale, False, False, options=options_of_terms(terms), traced=call)
+        out, lse = launch.forward(
+            *qkv, scale, False, False, options=options_of_terms(terms, _is_invariant()), traced=call
+        )
         return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
@@ -335,7 +343,9 @@ def _backward(
         terms, tensors = torch_unmasked.operands(grad_out, query, key, value, out)
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
-        grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_terms(terms), traced=call)
+        grads = launch.backward(
+            *tensors, lse, scale, *modes, options=options_of_terms(terms, _is_invariant()), traced=call
+        )
         sums = [grads[i] for i in call.program.learned]
         grads = [grads[name].to(query.dtype).transpose(1, 2) for name in "qkv"]
     else:

@@ -11,8 +11,9 @@ import torch
 from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_BATCH, MAX_LENGTH
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
+from tl_attention.integrations.torch_modes import MODES
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
-from tl_attention.problem.options import DEFAULT_SPLITS, MAX_SCALE, Options
+from tl_attention.problem.options import MAX_SCALE, Options
 from tl_attention.problem.request import new_request
 from tl_attention.problem.target import is_hopper
 from tl_attention.torch_ops.attend import attend
@@ -83,7 +84,7 @@ def forward(
     """out [batch, heads, seqlen_q, head_dim_v], a view of [batch, seqlen_q, heads, head_dim_v]; natural lse [batch, heads, seqlen_q]."""
     qkv = (x.transpose(1, 2) for x in (query, key, value))
     with torch.no_grad():
-        out, lse = attend(new_request(*qkv, scale, causal))
+        out, lse = attend(new_request(*qkv, scale, causal, batch_invariant=MODES.batch_invariant))
     return out.transpose(1, 2), lse
 
 
@@ -103,5 +104,5 @@ def backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     call = scale, causal, False, False, deterministic
-    grads = run_backward_op((*tensors, lse), None, call, Options(num_splits=DEFAULT_SPLITS, parts=terms))
+    grads = run_backward_op((*tensors, lse), None, call, Options(num_splits=MODES.num_splits, parts=terms))
     return tuple(grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")

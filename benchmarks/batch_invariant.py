@@ -4,7 +4,7 @@
 
 Before it is timed, a row with batch_invariant is compared bit by bit with the same queries in another call: a forward with its last
 sequence alone, a decode with a forward of one more row. A row without FlashAttention-3 has a dash. bf16; forwards in TFLOPS of visible
-pairs, decodes in microseconds.
+pairs, decodes in microseconds; behind them the mean errors of out of the first head against fp64.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 
 from tl_attention import flash_attn_func, flash_attn_with_kvcache
 from tl_attention.problem.target import is_hopper
+from tl_attention.reference import attention_reference
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_inputs
+from tl_attention.testing.numeric import mean_error
 from tl_attention.testing.shapes import chosen_shapes
 
 FORWARDS = [
@@ -78,6 +80,16 @@ def decode_calls(batch: int, heads: int, heads_kv: int, keys: int) -> dict[str, 
     return calls
 
 
+def errors_of(calls: dict[str, Callable]) -> dict[str, float]:
+    """Mean error of out of the first sequence and head, per call."""
+    call = calls["plain"]
+    q, k, v = (x[:1, :, :1] for x in call.args)
+    out, _ = attention_reference(q, k, v, causal=call.keywords["causal"], dtype=torch.float64)
+    found = {name: call() for name, call in calls.items()}
+    outs = {name: x[0] if isinstance(x, tuple) else x for name, x in found.items()}
+    return {name: mean_error(x[:1, :, :1], out) for name, x in outs.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -88,22 +100,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks/batch_invariant.py needs an NVIDIA Hopper GPU")
         return 2
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; in brackets over plain, over fa3")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; in brackets over plain, over fa3; errors"
+    )
     rows = []
     if arguments.only != "decode":
         for shape in chosen_shapes(FORWARDS).values():
             qkv = make_inputs(shape, torch.bfloat16)[:3]
-            ms = _measure(forward_calls(*qkv, shape.causal), arguments.rounds)
-            rows.append(
-                {"row": str(shape), **{name: counts.fwd_flops(shape) / x / 1e9 for name, x in ms.items()}}
-            )
+            calls = forward_calls(*qkv, shape.causal)
+            ms, errors = _measure(calls, arguments.rounds), errors_of(calls)
+            tflops = {name: counts.fwd_flops(shape) / x / 1e9 for name, x in ms.items()}
+            rows.append({"row": str(shape), **tflops, "errors": errors})
             _show(rows[-1], 1)
     if arguments.only != "forward":
         for sizes in DECODES:
-            ms = _measure(decode_calls(*sizes), arguments.rounds)
+            calls = decode_calls(*sizes)
+            ms, errors = _measure(calls, arguments.rounds), errors_of(calls)
             batch, heads, heads_kv, keys = sizes
             name = f"decode B{batch} H{heads}/{heads_kv} {keys} keys"
-            rows.append({"row": name, **{name: 1e3 * x for name, x in ms.items()}})
+            rows.append({"row": name, **{name: 1e3 * x for name, x in ms.items()}, "errors": errors})
             _show(rows[-1], -1)
     if arguments.out:
         arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -122,7 +137,8 @@ def _show(row: dict[str, Any], sign: int) -> None:
     cells = [f"{row[name]:9.1f}" if name in row else "        –" for name in NAMES]
     own = row["batch_invariant"]
     ratios = [f"{(own / row[name]) ** sign:5.2f}" for name in ("plain", "fa3") if name in row]
-    print(f"{row['row']:40} {' '.join(cells)}  ({', '.join(ratios)})", flush=True)
+    errors = ", ".join(f"{error:.2e}" for error in row["errors"].values())
+    print(f"{row['row']:40} {' '.join(cells)}  ({', '.join(ratios)})  {errors}", flush=True)
 
 
 if __name__ == "__main__":

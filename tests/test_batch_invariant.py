@@ -27,7 +27,7 @@ from tl_attention.api import flex_calls
 from tl_attention.api.block_masks import create_block_mask
 from tl_attention.config import configs, legality
 from tl_attention.config.catalog import _decodes
-from tl_attention.integrations import hf, hf_flex, torch_backend, torch_masks, torch_unmasked
+from tl_attention.integrations import hf, hf_flex, torch_backend, torch_masks, torch_modes, torch_unmasked
 from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     INVARIANT_BUCKET,
@@ -503,7 +503,7 @@ def test_registration_asks_for_it_in_every_call(monkeypatch):
         for module in (torch_backend, torch_unmasked):
             monkeypatch.setattr(module, "run_backward_op", run)
         found = [x for _, x in seen] + options
-        return [x.batch_invariant for x in found] + [torch_masks._is_invariant()]
+        return [x.batch_invariant for x in found] + [torch_modes.MODES.is_invariant]
 
     assert calls() == [False] * 7
     with torch_backend.register(batch_invariant=True):
@@ -511,8 +511,18 @@ def test_registration_asks_for_it_in_every_call(monkeypatch):
         with torch_backend.register():
             assert calls() == [False] * 7
         assert calls() == [True] * 7
-        with pytest.raises(ValueError, match="dropout_p: expected 0 with batch_invariant"):
+        with pytest.raises(
+            ValueError, match=r"dropout_p: expected none after torch_backend.register\(batch_inv"
+        ):
             torch_backend.sdpa_forward(q, q, q, 0.1)
+        with pytest.raises(ValueError, match="num_splits: expected none after torch_backend.register"):
+            flat = q[0].transpose(0, 1)
+            torch_backend.flash_forward(
+                flat, flat, flat, lengths, lengths, 8, 8, 0.0, False, False, num_splits=2
+            )
+        monkeypatch.setattr(torch_masks, "preferred", lambda backend: True)
+        with pytest.raises(NotImplementedError, match=r"after torch_backend.register.*dropout_p=0.1"):
+            torch_masks.efficient_forward(None, None, q, q, q, torch.zeros(1, 2, 8, 8), True, 0.1)
     assert calls() == [False] * 7
     with pytest.raises(TypeError, match="batch_invariant: expected a bool, got 1"):
         torch_backend.register(batch_invariant=1)

@@ -137,6 +137,14 @@ def test_draft_tree_mask_of_a_wrong_argument_is_an_error(parents, error, text):
         draft_tree_mask(parents)
 
 
+def test_draft_tree_mask_of_no_sequences_and_in_vmap():
+    assert draft_tree_mask(torch.zeros(0, 5, dtype=torch.int32)).shape == (0, 5)
+    with pytest.raises(ValueError, match="parents: expected at least one draft token"):
+        draft_tree_mask(torch.zeros(2, 0, dtype=torch.int32))
+    parents = torch.tensor([drawn_parents(20, seed) for seed in range(3)])
+    assert torch.equal(torch.vmap(draft_tree_mask)(parents), draft_tree_mask(parents))
+
+
 def test_draft_tree_mask_is_compiled_whole():
     torch._dynamo.reset()
     parents = torch.tensor(drawn_parents(20, 0))
@@ -308,6 +316,20 @@ def test_call_with_a_tree_is_compiled_whole(tree, device):
         for run, case in zip((compiled, step), cases, strict=True)
     )
     torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 9), (1, 7, 9)])
+def test_compiled_calls_may_get_a_tree_later(sizes):
+    """After calls of other lengths, whose lengths torch.compile no longer compares with numbers by itself."""
+    torch._dynamo.reset()
+
+    def step(q, k, words):
+        return flash_attn_with_kvcache(q, k, k, cache_seqlens=30, causal=True, tree_mask=words)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    for seqlen_q, words in (*((n, None) for n in sizes), (11, chain(11))):
+        q, k = torch.randn(2, seqlen_q, 4, 16).bfloat16(), torch.randn(2, 40, 2, 16).bfloat16()
+        torch.testing.assert_close(compiled(q, k, words), step(q, k, words))
 
 
 def test_opcheck(device, monkeypatch):

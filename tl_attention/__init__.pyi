@@ -116,10 +116,10 @@ def flash_attn_func(
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         return_max_logits: also return the largest score of each query, max_logits, as the softmax
-            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
-            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
-            most 1.
+            sees it: scaled, capped, with ALiBi, or after score_mod and attn_bias, over the keys
+            that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+            differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs,
+            so num_splits is at most 1.
         score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be
             off.
     Returns:
@@ -352,10 +352,10 @@ def flash_attn_kvpacked_func(
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         return_max_logits: also return the largest score of each query, max_logits, as the softmax
-            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
-            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
-            most 1.
+            sees it: scaled, capped, with ALiBi, or after score_mod and attn_bias, over the keys
+            that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+            differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs,
+            so num_splits is at most 1.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
@@ -548,10 +548,10 @@ def flash_attn_qkvpacked_func(
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         return_max_logits: also return the largest score of each query, max_logits, as the softmax
-            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
-            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
-            most 1.
+            sees it: scaled, capped, with ALiBi, or after score_mod and attn_bias, over the keys
+            that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+            differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs,
+            so num_splits is at most 1.
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With
             return_attn_probs (out, softmax_lse, None), where softmax_lse is [batch, heads,
@@ -774,10 +774,10 @@ def flash_attn_varlen_func(
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         return_max_logits: also return the largest score of each query, max_logits, as the softmax
-            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
-            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
-            most 1.
+            sees it: scaled, capped, with ALiBi, or after score_mod and attn_bias, over the keys
+            that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+            differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs,
+            so num_splits is at most 1.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -1050,10 +1050,10 @@ def flash_attn_varlen_kvpacked_func(
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         return_max_logits: also return the largest score of each query, max_logits, as the softmax
-            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
-            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
-            most 1.
+            sees it: scaled, capped, with ALiBi, or after score_mod and attn_bias, over the keys
+            that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+            differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs,
+            so num_splits is at most 1.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -1283,10 +1283,10 @@ def flash_attn_varlen_qkvpacked_func(
             (docs/numerics.md). Without dropout, and num_splits at most 1.
             TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
         return_max_logits: also return the largest score of each query, max_logits, as the softmax
-            sees it: scaled, capped, with ALiBi or after score_mod, over the keys that the masks
-            show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-            and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at
-            most 1.
+            sees it: scaled, capped, with ALiBi, or after score_mod and attn_bias, over the keys
+            that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+            differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs,
+            so num_splits is at most 1.
         check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which
             waits for the GPU. IndexError says which value is wrong. TL_ATTENTION_CHECK_LENGTHS=1
             sets it in every call.
@@ -1672,8 +1672,8 @@ def flex_attention(
         enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
         kernel_options: must be None: these are options of PyTorch's kernels.
-        return_aux: PyTorch's AuxRequest: also return an AuxOutput, with lse, or max_scores, the largest new score of each query, which are
-            not differentiable. Instead of return_lse.
+        return_aux: PyTorch's AuxRequest: also return an AuxOutput with lse, max_scores, or both. max_scores are the largest score of each
+            query after score_mod and masks, and are not differentiable. Instead of return_lse.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; instead of block_mask.
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod,
             and may require a gradient; a bool tensor hides the keys where it is False.

@@ -25,9 +25,9 @@ Args:
     deterministic: bitwise equal gradients from run to run; docs/numerics.md says how much longer the backward takes. The forward
         always is. torch.use_deterministic_algorithms(True) sets it, too.
     return_attn_probs: also return the log-sum-exp.
-    return_max_logits: also return the largest score of each query, max_logits, as the softmax sees it: scaled, capped, with ALiBi or after
-        score_mod, over the keys that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not differentiable; out
-        and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at most 1.
+    return_max_logits: also return the largest score of each query, max_logits, as the softmax sees it: scaled, capped, with ALiBi, or after
+        score_mod and attn_bias, over the keys that the masks show, without the sink. QK-clip needs it (examples/qk_clip.py). Not
+        differentiable; out and softmax_lse are, as without it. Keys are not split among CTAs, so num_splits is at most 1.
     precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
         Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.

@@ -69,8 +69,8 @@ def flex_attention(
         enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
         kernel_options: must be None: these are options of PyTorch's kernels.
-        return_aux: PyTorch's AuxRequest: also return an AuxOutput, with lse, or max_scores, the largest new score of each query, which are
-            not differentiable. Instead of return_lse.
+        return_aux: PyTorch's AuxRequest: also return an AuxOutput with lse, max_scores, or both. max_scores are the largest score of each
+            query after score_mod and masks, and are not differentiable. Instead of return_lse.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; instead of block_mask.
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod,
             and may require a gradient; a bool tensor hides the keys where it is False.

@@ -19,15 +19,15 @@ from tl_attention.checks.flex import FLEX_NAMES, LISTS, no_second_order, transfo
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.torch_ops.ops import scale_of
 from tl_attention.torch_ops.transforms import (
+    Outputs,
     define_composite_op,
     define_op,
     refuse_vmap,
     register_autograd_of_lists,
+    with_max_logits,
 )
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
 from tl_attention.tracing.trace import above_autograd
-
-Outputs = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 
 
 class _Call(NamedTuple):
@@ -147,15 +147,10 @@ def flex_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) 
     return _forward(q, k, v, arguments)
 
 
-def _fake_with_max(*arguments: Any) -> Outputs:
-    out, lse = _fake_forward(*arguments)
-    return out, lse, torch.empty_like(lse)
-
-
 @define_op(
     "flex_max_logits",
     f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    _fake_with_max,
+    with_max_logits(_fake_forward),
 )
 def flex_max_logits_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Outputs:
     """flex_op with max_logits, an op of its own: exported programs hold the outputs of flex_op."""

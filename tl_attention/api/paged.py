@@ -25,7 +25,6 @@ from tl_attention.problem.request import Request
 from tl_attention.reference.kvcache import paged_varlen_reference
 from tl_attention.torch_ops.attend import checked_options
 from tl_attention.torch_ops.ops import (
-    Outputs,
     are_plain,
     check_device_or_warn,
     fwd_max_logits_op,
@@ -34,6 +33,7 @@ from tl_attention.torch_ops.ops import (
     launch_forward,
     scale_of,
 )
+from tl_attention.torch_ops.transforms import Outputs, with_max_logits
 
 
 def attend_packed(
@@ -201,10 +201,7 @@ def _fake(
     return result, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@fwd_packed_max_logits_op.register_fake
-def _fake_with_max(q: torch.Tensor, *others: Any) -> Outputs:
-    out, lse = _fake(q, *others)
-    return out, lse, torch.empty_like(lse)
+fwd_packed_max_logits_op.register_fake(with_max_logits(_fake))
 
 
 for _op in (fwd_packed_op, fwd_packed_max_logits_op):

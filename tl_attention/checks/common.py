@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -152,7 +153,8 @@ def expect_like(
     """Expect a tensor of one of these shapes and dtypes on the device of q. hint: what to pass instead of another shape."""
     expect_tensor(name, x, hint, None if dtypes[0].is_floating_point else dtypes[0])
     expect_local(name, x)
-    if tuple(x.shape) not in shapes:
+    # One size after the other: torch.compile guards on a comparison of sizes, not on `in`
+    if not any(x.ndim == len(shape) and all(map(operator.eq, x.shape, shape)) for shape in shapes):
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}{hint and f'; {hint}'}")
     if x.dtype not in dtypes:

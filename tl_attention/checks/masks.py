@@ -72,14 +72,14 @@ def check_window_pair(window_size: Any) -> tuple[int, int]:
     return left, right
 
 
-def check_lengths_tensor(name: str, x: Any, *ndims: int) -> torch.Tensor:
+def check_lengths_tensor(name: str, x: Any, *ndims: int, may_be_empty: bool = False) -> torch.Tensor:
     """A tensor of positions, lengths or documents."""
     expect_tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{name}: expected torch.int32 or torch.int64, got {x.dtype}; cast it with {name}.int()"
         )
-    if x.ndim not in ndims or not x.numel():
+    if x.ndim not in ndims or not (x.numel() or may_be_empty):
         dims = " or ".join(map(str, ndims))
         raise ValueError(
             f"{name}: expected {dims} dimensions and at least one element, got shape {tuple(x.shape)}"
@@ -146,7 +146,9 @@ def check_tree(parents: Any, lengths: Any, seqlen: Any) -> tuple[torch.Tensor, t
 
 def check_draft_tree(parents: Any) -> None:
     """Check the parents of the draft tokens of trees, [nodes] or [batch, nodes]; their values where the host has them."""
-    check_lengths_tensor("parents", parents, 1, 2)
+    check_lengths_tensor("parents", parents, 1, 2, may_be_empty=True)
+    if not parents.shape[-1]:
+        raise ValueError(f"parents: expected at least one draft token, got shape {tuple(parents.shape)}")
     if parents.shape[-1] > MAX_NODES:
         raise NotImplementedError(
             f"parents: expected at most {MAX_NODES} draft tokens, a bit each, got {parents.shape[-1]}; verify fewer per call"
@@ -185,7 +187,7 @@ def _nodes(name: str, x: Any, padding: int) -> NodeValues:
 
 def _is_read(x: torch.Tensor) -> bool:
     """True for a tensor whose values the host has, or is asked to wait for."""
-    if isinstance(x, FakeTensor):
+    if isinstance(x, FakeTensor) or torch._C._functorch.is_batchedtensor(x):
         return False
     return x.device.type == "cpu" or (ALWAYS and x.is_cuda and not skips_check(x))
 

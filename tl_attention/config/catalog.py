@@ -36,11 +36,8 @@ from tl_attention.problem.attn_problem import (
 )
 from tl_attention.problem.program import Program
 
-MAX_LOGITS_WIDTHS = (
-    (64, 64),
-    (128, 128),
-    (192, 128),
-)  # of the kernels with max_logits that ship, those of large models in training
+# Head dims of the kernels with max_logits that ship: those of large models in training
+MAX_LOGITS_WIDTHS = (64, 64), (128, 128), (192, 128)
 PAGED = "paged"  # a forward with keys in pages
 KINDS = (*DIRECTIONS, PAGED, DECODE, JVP)
 

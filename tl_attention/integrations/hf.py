@@ -66,7 +66,7 @@ def register(*, batch_invariant: bool = False) -> None:
         model.set_attn_implementation("tl_attention")  # of a model that exists; "sdpa" or "eager" for transformers' own
 
     Args:
-        batch_invariant: of each layer of each model, as in flash_attn_func, unless the model's call says otherwise.
+        batch_invariant: of each layer of each model, as in flash_attn_func, unless the model's call says otherwise; dropout is refused.
     Raises:
         ImportError: no transformers, or a version before 5, whose mask interface is another one.
         TypeError: batch_invariant is no bool.

@@ -50,8 +50,9 @@ def register(*, batch_invariant: bool = False) -> Handle:
     After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
 
     Args:
-        batch_invariant: as in flash_attn_func, for each call that reaches the replaced ops while this registration holds, and for its
-            gradients. Dropout is then refused. False: only with TL_ATTENTION_BATCH_INVARIANT=1.
+        batch_invariant: as in flash_attn_func, for the calls, and the backwards, that run while this registration holds. A call that the
+            kernels do not serve so, such as one with dropout, is then an error, unless its caller prefers another backend by sdpa_kernel.
+            False: only with TL_ATTENTION_BATCH_INVARIANT=1.
     Raises:
         NotImplementedError: torch before 2.11.
         TypeError: batch_invariant is no bool.
@@ -232,6 +233,7 @@ def flash_forward(
             x is None or not needs_grad,
             f"{name}: expected None with gradients, as torch does not pass it to the backward, got a tensor",
         )
+    MODES.check(dropout_p=dropout_p, num_splits=(num_splits or 0) > 1 and num_splits)
     state, unused = _dropout_state(query, dropout_p)
     options = {
         "dropout_p": dropout_p,

@@ -22,7 +22,7 @@ from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.integrations import torch_unmasked
 from tl_attention.integrations.torch_modes import MODES
-from tl_attention.problem.options import BATCH_INVARIANT, MAX_SCALE, options_of_terms
+from tl_attention.problem.options import MAX_SCALE, options_of_terms
 from tl_attention.problem.program import Call
 from tl_attention.problem.target import is_hopper
 from tl_attention.reference.flex import flex_reference
@@ -274,18 +274,26 @@ def _served(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(out, lse) by the kernels, None for a call that they do not serve or whose caller prefers `backend`."""
+    """(out, lse) by the kernels, None for a call that they do not serve or whose caller prefers `backend`.
+
+    Raises:
+        NotImplementedError: PyTorch's kernel would compute what has to be batch_invariant.
+    """
     call = query, key, value, attn_bias, dropout_p, causal
     if not preferred(backend):
         return None
     if torch_unmasked.serves(*call, scale):
         return torch_unmasked.forward(query, key, value, causal, scale)
-    return _forward(query, key, value, attn_bias, scale) if serves(*call, scale) else None
-
-
-def _is_invariant() -> bool:
-    """True if the bits of a query may not depend on the batch."""
-    return MODES.num_splits == BATCH_INVARIANT
+    if serves(*call, scale):
+        return _forward(query, key, value, attn_bias, scale)
+    if MODES.batch_invariant:
+        mask = "no attn_mask" if attn_bias is None else f"attn_mask {list(attn_bias.shape)} {attn_bias.dtype}"
+        raise NotImplementedError(
+            "scaled_dot_product_attention: expected a call that tl_attention serves after torch_backend.register(batch_invariant=True),"
+            f" got query {list(query.shape)} {query.dtype}, {mask}, dropout_p={dropout_p}; docs/torch.md has the table, or choose another"
+            " SDPBackend"
+        )
+    return None
 
 
 def _call(bias: torch.Tensor, differentiate: bool) -> Call:
@@ -317,7 +325,7 @@ def _forward(
     if query.is_cuda:
         terms, qkv = torch_unmasked.operands(query, key, value)
         out, lse = launch.forward(
-            *qkv, scale, False, False, options=options_of_terms(terms, _is_invariant()), traced=call
+            *qkv, scale, False, False, options=options_of_terms(terms, MODES.is_invariant), traced=call
         )
         return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
@@ -344,7 +352,7 @@ def _backward(
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
         grads = launch.backward(
-            *tensors, lse, scale, *modes, options=options_of_terms(terms, _is_invariant()), traced=call
+            *tensors, lse, scale, *modes, options=options_of_terms(terms, MODES.is_invariant), traced=call
         )
         sums = [grads[i] for i in call.program.learned]
         grads = [grads[name].to(query.dtype).transpose(1, 2) for name in "qkv"]

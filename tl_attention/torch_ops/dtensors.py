@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tl_attention.checks.common import is_dtensor
+from tl_attention.torch_ops.transforms import Outputs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
-
-Results = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 
 
 class Axes(NamedTuple):
@@ -130,9 +129,9 @@ class Shards:
         return x.to_local(grad_placements=self.placed(axes, Partial()))
 
     def run(
-        self, attend: Callable[..., Results], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> Results:
-        """Results as DTensors, by attend() on this rank's parts of q, k and v."""
+        self, attend: Callable[..., Outputs], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Outputs:
+        """Outputs as DTensors, by attend() on this rank's parts of q, k and v."""
         out, *numbers = attend(q.to_local(), k.to_local(), v.to_local())
         *batch, n1, n2, _ = q.shape
         heads_last = self.axes.heads == q.ndim - 2

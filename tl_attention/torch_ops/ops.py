@@ -51,11 +51,16 @@ from tl_attention.torch_ops.jvp import (
     refuse_to_push_gradients,
     register_jvp,
 )
-from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
+from tl_attention.torch_ops.transforms import (
+    Outputs,
+    define_op,
+    register_autograd,
+    register_vmap,
+    with_max_logits,
+)
 
 LOG = logging.getLogger(__name__)
 
-Outputs = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 Plan = Callable[..., Outputs]  # of a launch, called as FwdPlan
 Gradients = dict[str, torch.Tensor]  # by name: q, k, v, and fields of Options
 # Inputs of fwd_op by name, and outputs of bwd_op: a gradient per tensor that has one
@@ -76,15 +81,10 @@ def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
     return _forward(q, k, v, *parse_arguments(arguments))
 
 
-def _fake_with_max(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
-    out, lse = _fake_forward(q, k, v, *arguments)
-    return out, lse, torch.empty_like(lse)
-
-
 @define_op(
     "fwd_max_logits",
     f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    _fake_with_max,
+    with_max_logits(_fake_forward),
 )
 def fwd_max_logits_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
     """fwd_op with max_logits, an op of its own: exported programs hold the outputs of fwd_op."""
@@ -128,7 +128,7 @@ def _differentiable_options(options: Options | None) -> list[str]:
 
 
 def _outputs(grads: Gradients, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Outputs of bwd_op: an empty tensor stands for a gradient that a call lacks."""
+    """Results of bwd_op: an empty tensor stands for a gradient that a call lacks."""
     return tuple([grads[name] if name in grads else q.new_empty(0) for name in DIFFERENTIABLE])
 
 
@@ -330,8 +330,8 @@ class _Attention(torch.autograd.Function):
         *learned: torch.Tensor | None,
     ) -> Outputs:
         """call, plan: as in run_eagerly. learned: GRADIENTS of the options."""
-        asked = q, k, v, call[0], call[2], options
-        results = launch_forward(q, k, v, Call(*call), options) if plan is None else plan(*asked)
+        launched = q, k, v, call[0], call[2], options
+        results = launch_forward(q, k, v, Call(*call), options) if plan is None else plan(*launched)
         out, lse = results[:2]
         if len(results) > 2:
             ctx.mark_non_differentiable(results[2])

@@ -21,6 +21,19 @@ _forward_ad = torch.autograd.forward_ad
 _JVP = torch._C._functorch.TransformType.Jvp
 
 
+Outputs = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
+
+
+def with_max_logits(fake: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """The fake of an op that returns max_logits after what `fake` returns."""
+
+    def with_them(*arguments: Any) -> Outputs:
+        out, lse = fake(*arguments)
+        return out, lse, torch.empty_like(lse)
+
+    return with_them
+
+
 def define_op(
     name: str, schema: str, fake: Callable, tags: Sequence[torch.Tag] = ()
 ) -> Callable[[Callable], torch._ops.OpOverload]:

@@ -38,6 +38,7 @@ from tl_attention.problem.attn_problem import (
     FEW_BUCKET,
     INVARIANT_BUCKET,
     MAX_HEAD_DIM,
+    ONLY_DECODE,
     OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
@@ -151,6 +152,8 @@ def parse(words: Sequence[str]) -> Question:
             raise ValueError(f"WORD: expected {accepted_words()}; got {word!r}")
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
+    if question.batch_invariant and "dropout" in question.options:
+        raise ValueError("dropout: expected none with batch_invariant, got dropout")
     if question.bucket and question.batch_invariant:
         raise ValueError(
             f"bucket: expected none with batch_invariant, which has its own, got {question.bucket}"
@@ -362,7 +365,10 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
 def _problem(question: Question, direction: str) -> AttnProblem:
     check_head_dims(*question.head_dims, direction, question.dtype)
     if others := [option for option in question.options if option not in OPTIONS]:
-        raise ValueError(f"options: expected some of {', '.join(OPTIONS)} for {direction}, got {others[0]}")
+        hint = f"; add the word {DECODE}" if others[0] in ONLY_DECODE else ""
+        raise ValueError(
+            f"options: expected some of {', '.join(OPTIONS)} for {direction}, got {others[0]}{hint}"
+        )
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
         options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
@@ -438,6 +444,10 @@ def _answer_decode(question: Question) -> Iterator[Answer]:
     check_head_dims(*question.head_dims, DECODE, question.dtype)
     if others := [option for option in question.options if option not in DECODE_OPTIONS]:
         raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
+    if question.max_logits:
+        raise ValueError("max_logits: expected a forward, as decodes do not return it, got decode")
+    if "tree" in question.options and (others := {"window", "alibi"} & set(question.options)):
+        raise ValueError(f"tree: expected neither window nor alibi beside it, got {min(others)}")
     if question.bucket:
         raise ValueError(f"bucket: expected none for decode, which is not tuned, got {question.bucket}")
     problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes

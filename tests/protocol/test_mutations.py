@@ -46,7 +46,6 @@ CASES = {
             r"no store: yield 'store', 'flags', .*1,\), 1$": "a tile that overflows is not recomputed: wrong data",
             r"no wait: yield 'wait', '[KV]_full', .*skip_last": "it is released unread",
             r"no sync: .*wait_for_queries": "the wait for the turn syncs the warpgroup, too",
-            r"product of another slot of Q_tiles: .*\(\(step_\d+ \+ 1\) \+": "the other warpgroup's queries: wrong data",
             r"no wait_puts: .*kernel.py:\d+ attend": "orders two stores to global memory, whose data is not modelled",
             r"a step too few in warpgroup 0: for \w+ in range\(0, 0 \+ steps_\d+\)": "only warpgroup 1 has steps to skip",
         },

@@ -133,6 +133,21 @@ def test_hf_padding_of_any_integer_dtype_is_right(dtype):
         assert not out[b, ~real].any()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("columns", range(6))
+def test_hf_keys_without_a_column_of_the_mask_are_padding(columns, causal):
+    q, k, v = torch.randn(3, 2, 2, 5, 32).bfloat16()
+    whole = torch.ones(2, 5, dtype=torch.int64)
+    whole[:, columns:] = 0
+    found = []
+    for padding in (whole, whole[:, :columns]):
+        mask = hf.attention_mask(
+            2, 5, 5, attention_mask=padding, allow_is_bidirectional_skip=None if causal else True
+        )
+        found.append(hf.attention_forward(torch.nn.Module(), q, k, v, mask)[0])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_hf_no_mask_is_causal_attention():
     out, q, k, v = attend(None)
     expected, _ = attention_reference(q, k, v, None, True)

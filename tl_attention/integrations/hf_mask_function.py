@@ -79,8 +79,10 @@ def attention_mask(
         mask.left, mask.right = (local_size - 1, 0) if causal else (local_size, local_size)
     end = first_query + q_length if causal else kv_length
     tokens = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    if tokens is not None and not tokens.shape[1]:  # no key, or padding alone
-        tokens = pad(tokens, (0, 1)) if kv_length else None
+    if tokens is not None:
+        # Keys without a column are padding. With a static cache, whose `end` is a tensor, those are keys that nobody sees yet
+        present = min(end, kv_length) if isinstance(end, int) else min(kv_length, 1)
+        tokens = pad(tokens, (0, max(present - tokens.shape[1], 0))) if kv_length else None
     if use_vmap:
         mask.padded = tokens is not None and (is_traced() or not tokens.all())
         return _with_blocks(mask, *sizes, function, attention_mask, device)

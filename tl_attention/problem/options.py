@@ -17,7 +17,6 @@ from tl_attention.problem.attn_problem import OPTION_ARGUMENTS, length_bucket
 UNLIMITED = -1
 BATCH_INVARIANT = -1  # num_splits of a call whose bits may not depend on the rest of the batch
 ALWAYS_INVARIANT = os.environ.get("TL_ATTENTION_BATCH_INVARIANT") == "1"  # every call is one
-DEFAULT_SPLITS = BATCH_INVARIANT if ALWAYS_INVARIANT else 0
 MAX_WINDOW = 2**30  # above any length, and far from the end of int32
 # Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. Within these
 # limits all results are finite in fp32; otherwise a query whose first keys are masked would get NaN

@@ -26,8 +26,9 @@ from tl_attention.problem.attn_problem import AttnProblem
 # Bits of the kernel argument `present`: which optional tensors a launch has
 HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX = 1, 2, 4
 MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA saves
-KEYS_OF_A_MERGE = 192  # keys that take about as long as merging the partials of an item
-MORE_KEYS = 384  # beyond them, up to a sixteenth of a CTA's keys, as equal splits also save a change of items inside a CTA
+# Keys that a CTA may have more than the mean, for equal splits: as many as take about as long as merging the partials of an item, and
+# beyond them a sixteenth, at most MORE_KEYS (H200, 2026-11-30, docs/notes/2026-11-30-equal-splits.md)
+KEYS_OF_A_MERGE, MORE_KEYS = 192, 384
 
 
 def rolled(steps: Any) -> Any:
@@ -217,6 +218,7 @@ class WorkShare:
         more = KEYS_OF_A_MERGE // sizes.block_N + T.min(mean // 16, MORE_KEYS // sizes.block_N)
         if are_equal & (most <= mean + more):
             self.split_rule[0] = -self.splits[0]
+            # What read_sequence() finds by this rule for each sequence, as rounding up to key blocks may leave fewer splits
             self.splits[0] = T.truncdiv(
                 self.longest[0] + self.blocks_per_split[0] - 1, self.blocks_per_split[0]
             )

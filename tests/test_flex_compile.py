@@ -416,14 +416,38 @@ def test_recording_refuses_to_read_values_outside_of_compiled_code():
             recorded("score_mod", function)
 
 
-def test_flex_exports(learned):
+@pytest.mark.parametrize("strict", [False, True])
+def test_flex_exports(learned, strict):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(learned.bias.detach())
+
+        def forward(self, q):
+            def score_mod(score, b, h, q_idx, kv_idx):
+                score += self.bias[h, q_idx - kv_idx + 100]
+                score -= 1 - 2 * self.bias[:, 3][h]
+                return torch.where((q_idx & 1 > 0) | ~(kv_idx > 2), -score, score / 3)
+
+            return flex_attention(q, q, q, score_mod, mask_mod=causal)
+
+    layer, q = Layer(), rows("cpu").detach()
+    program = torch.export.export(layer, (q,), strict=strict)
+    assert torch.equal(program.module()(q), layer(q))
+
+
+def test_strict_export_refuses_to_change_a_captured_tensor(learned):
     class Layer(torch.nn.Module):
         def forward(self, q):
-            return flex_attention(q, q, q, biased(learned), mask_mod=causal)
+            def score_mod(score, b, h, q_idx, kv_idx):
+                table = learned.documents
+                table += 1
+                return score + table[q_idx]
 
-    q = rows("cpu").detach()
-    program = torch.export.export(Layer(), (q,))
-    assert torch.equal(program.module()(q), Layer()(q))
+            return flex_attention(q, q, q, score_mod)
+
+    with pytest.raises(Exception, match=r"expected captured tensors that it only reads, got operator\.iadd"):
+        torch.export.export(Layer(), (rows("cpu").detach(),), strict=True)
 
 
 def test_flex_compile_refuses_vmap():

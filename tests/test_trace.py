@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import pickle
 
 import pytest
@@ -67,6 +68,7 @@ FUNCTIONS = {
     "logic": lambda s, b, h, q, k: torch.where(((q > k) & (h != 1)) | ~(s > 0) ^ (b == 0), s, 2 * s),
     "logical": lambda s, b, h, q, k: torch.where(torch.logical_and(q > 2, torch.logical_not(k > 2)) | torch.logical_or(h, b > 0), s, -s),
     "bits": lambda s, b, h, q, k: s + ((q ^ k) & 3) + ((q | k) << 1) + ((q & ~k) >> 1),
+    "bits_in_place": lambda s, b, h, q, k: s + operator.ilshift(q.clone(), 2) + operator.irshift(k.clone(), 1),
     "activations": lambda s, b, h, q, k: sum(
         f(s)
         for f in (

@@ -8,6 +8,7 @@ code that is kept on disk has it, and another process makes the function of it.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _NAMES = {
     "__builtins__": {"slice": slice},
     "__name__": __name__,
     "torch": torch,
+    "operator": operator,
     "device": torch.device,
     "inf": float("inf"),
     "nan": float("nan"),
@@ -98,7 +100,7 @@ class Recording(TorchFunctionMode):
                 f"{self._function}: expected no control flow that depends on the score or an index, got {name}; use torch.where in place of"
                 " if, & and | in place of and and or, a tensor in place of a list"
             )
-        is_element = func is torch.Tensor.__getitem__
+        is_element = func is torch.Tensor.__getitem__ or func is operator.getitem
         result = _element(self._function, *args) if is_element else func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         if not any([isinstance(x, torch.Tensor) for x in results]):
@@ -184,13 +186,19 @@ def _element(function: str, tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _is_in_place(name: str) -> bool:
-    """True for names like torch.Tensor.add_ and torch.Tensor.__iadd__."""
-    last = name.rpartition(".")[2]
+    """True for names like torch.Tensor.add_, torch.Tensor.__iadd__ and operator.iadd."""
+    module, _, last = name.rpartition(".")
+    last = f"__{last}__" if module == "operator" else last
     return last.startswith("__i") and last != "__invert__" if last.endswith("__") else last.endswith("_")
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Name of a function of torch as code; "" for another, and for one that takes functions."""
+    """Name of a function of torch as code; "" for another, and for one that takes functions.
+
+    torch.export with strict=True shows an operator of Python, as +, as a function of the module operator.
+    """
+    if getattr(func, "__module__", None) == operator.add.__module__:
+        return f"operator.{func.__name__}"
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{func}"
     return resolve_name(func) or ""

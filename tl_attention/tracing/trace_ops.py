@@ -71,6 +71,8 @@ RENAMED = {
     "__xor__": "xor",
     "__lshift__": "shift_left",
     "__rshift__": "shift_right",
+    "__ilshift__": "shift_left",
+    "__irshift__": "shift_right",
     "sgn": "sign",
     "true_divide": "div",
 }

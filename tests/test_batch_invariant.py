@@ -523,6 +523,12 @@ def test_registration_asks_for_it_in_every_call(monkeypatch):
         monkeypatch.setattr(torch_masks, "preferred", lambda backend: True)
         with pytest.raises(NotImplementedError, match=r"after torch_backend.register.*dropout_p=0.1"):
             torch_masks.efficient_forward(None, None, q, q, q, torch.zeros(1, 2, 8, 8), True, 0.1)
+        # PyTorch has the results of empty calls
+        theirs = tuple(torch.zeros(()) for _ in range(4))
+        for query, key in ((q[:0], q[:0]), (q[:, :, :0], q), (q, q[:, :, :0])):
+            mask = torch.zeros(len(query), 1, query.shape[2], key.shape[2])
+            found = torch_masks.efficient_forward(lambda *_, **__: theirs, None, query, key, key, mask, True)
+            assert found is theirs
     assert calls() == [False] * 7
     with pytest.raises(TypeError, match="batch_invariant: expected a bool, got 1"):
         torch_backend.register(batch_invariant=1)

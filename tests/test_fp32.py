@@ -134,6 +134,7 @@ def seen_terms(call, monkeypatch):
         return q, q[..., 0]
 
     monkeypatch.setattr(launch, "forward", forward)
+    monkeypatch.setattr(launch, "fwd_plan", lambda *_, **__: None)
     monkeypatch.setattr("tl_attention.torch_ops.ops.check_device_or_warn", lambda *_: None)
     monkeypatch.setattr("tl_attention.torch_ops.ops.is_traced", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -402,7 +403,7 @@ def test_fp32_writes_nothing_outside_its_outputs(head_dim):
     whole_lse, lse = poisoned(2, 3, 77, dtype=torch.float32)
     options = Options(parts=3)
     plan = launch.fwd.FwdPlan(q, k, v, out, False, False, None, options)
-    plan.launch(q, k, v, out, lse, head_dim**-0.5, False, options)
+    plan(q, k, v, head_dim**-0.5, False, options, out=out, lse=lse)
     assert guard_is_untouched(whole_out, out) and guard_is_untouched(whole_lse, lse)
     check("highest", "out", out, exact(q, k, v)[0], attention_reference(q, k, v)[0], efficient(q, k, v))
 

@@ -45,7 +45,7 @@ def check_launch(q, k, v, scale, causal, lse_base2=False, out_layout="bshd", con
     whole_out, out = poisoned(batch, seqlen_q, heads, v.shape[3], dtype=q.dtype, layout=out_layout)
     whole_lse, lse = poisoned(batch, heads, seqlen_q, dtype=torch.float32)
     plan = launch.fwd.FwdPlan(q, k, v, out, causal, False, config)
-    plan.launch(q, k, v, out, lse, q.shape[3] ** -0.5 if scale is None else scale, lse_base2)
+    plan(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, lse_base2, out=out, lse=lse)
     assert guard_is_untouched(whole_out, out), "out: written outside its bounds"
     assert guard_is_untouched(whole_lse, lse), "lse: written outside its bounds"
     return check_fwd(out, lse, q, k, v, scale, causal, lse_base2)
@@ -360,8 +360,9 @@ def test_fwd_with_a_cached_plan_equals_a_first_call(heads_first, monkeypatch):
             for x in tensors
         ]
         assert any(x.data_ptr() % 16 for x in others) == (step % 2 == 1)
-        assert step == 0 or launch.fwd_plan(q, k, v, True, heads_first)
+        known = len(launch.fwd.plan_cache.plans)
         out, lse = launch.forward(q, k, v, 0.1, True, False, heads_first)
+        assert step == 0 or len(launch.fwd.plan_cache.plans) == known
         with monkeypatch.context() as patch:
             patch.setattr(launch.fwd, "plan_cache", PlanCache())
             first, first_lse = launch.forward(*(x.clone() for x in others), 0.1, True, False, heads_first)

@@ -206,7 +206,7 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
         case.causal,
     )
     forward = launch.fwd.FwdPlan(q, k, v, out, causal, False, config, options)
-    forward.launch(q, k, v, out, lse, scale, False, options)
+    forward(q, k, v, scale, False, options, out=out, lse=lse)
     assert forward.combine is not None or case.num_splits < 2
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
     dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)

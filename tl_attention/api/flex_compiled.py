@@ -236,16 +236,12 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_
     return *grads[:4], grads[4:], [None] * len(call.lists), *others
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
 def _no_double_backward(ctx: Any, *grads: Any) -> NoReturn:
     raise no_second_order(FLEX_NAMES.function)
 
 
 register_autograd_of_lists(flex_op, _save, _backward)
 register_autograd_of_lists(flex_max_logits_op, _save, _backward)
-register_autograd_of_lists(flex_bwd_op, _save_nothing, _no_double_backward)
+register_autograd_of_lists(flex_bwd_op, None, _no_double_backward)
 for _op in (flex_op, flex_max_logits_op):
     refuse_vmap(_op, transformed(FLEX_NAMES.function))

@@ -69,10 +69,17 @@ class FwdKernels(NamedTuple):
     terms: Kernel | None  # runs first in fp32: splits k and v, or the first heads of them
 
 
-def _find_kernels(
-    key: tuple, config: FwdConfig | None, copy_rows: int = 0, max_logits: bool = False
-) -> FwdKernels:
-    problem, config = find_config(key, "fwd", config)
+def _find_kernels(key: tuple, explicit: FwdConfig | None, copy_rows: int, max_logits: bool) -> FwdKernels:
+    """Kernels of a problem, found once per process, or those of an explicit config.
+
+    Args:
+        key: as find_config takes it.
+        copy_rows: of keys in pages, see page_rows(); else 0.
+    """
+    form = *key, copy_rows, max_logits
+    if explicit is None and form in _kernels:
+        return _kernels[form]
+    problem, config = find_config(key, "fwd", explicit)
     config = config.paged(problem, copy_rows)
     if max_logits:
         config = config.storing_max
@@ -82,7 +89,10 @@ def _find_kernels(
     compiled = {type(one): kernel for (_, one), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     terms = compiled.get(FirstTermsConfig if config.makes_terms else TermsConfig)
-    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)
+    found = FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)
+    if explicit is None:
+        _kernels[form] = found
+    return found
 
 
 def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None) -> int:
@@ -207,10 +217,7 @@ class FwdPlan:
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
-        form = copy_rows, max_logits
-        found = _kernels.get((key, *form)) if config is None else _find_kernels(key, config, *form)
-        if found is None:
-            found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
+        found = _find_kernels(key, config, copy_rows, max_logits)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.device) if names else None
         self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
@@ -320,32 +327,7 @@ class FwdPlan:
             with torch.cuda.device(self.device):
                 return self(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
         out, lse = empty(*self.out) if out is None else out, empty(*self.lse) if lse is None else lse
-        if self.max_logits:
-            largest = self.new_max_logits()
-            self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced, largest)
-            return out, lse, largest
-        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)
-        return out, lse
-
-    def new_max_logits(self) -> torch.Tensor:
-        """A tensor for the largest scores, -inf in the rows of packed sequences that no tile writes."""
-        found = empty(*self.lse)
-        return found.fill_(-math.inf) if self.packed else found
-
-    def launch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        softmax_scale: float,
-        lse_base2: bool,
-        options: Options | None = None,
-        block_table: torch.Tensor | None = None,
-        traced: Call | None = None,
-        max_logits: torch.Tensor | None = None,
-    ) -> None:
+        results = out, lse
         # A kernel with a tensor argument (lse, terms, tickets) runs on the current stream of its device
         share = ()  # arguments of a kernel that makes terms
         lazy = q.is_neg() or k.is_neg() or v.is_neg()
@@ -363,14 +345,14 @@ class FwdPlan:
             else:
                 q, (terms, share) = halves(q), self.split(k, v)  # alive until the launch
                 views = *self.views.of(q), *self.term_views.of(*terms), *self.out_view.of(out)
-        results = (out, lse) if self.combine is None else [empty(*x) for x in self.partial]
+        parts = results if self.combine is None else [empty(*x) for x in self.partial]
         tickets = stream_tickets(*self.tickets)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
         if self.option_values is not None:
             arguments += self.option_values(options)
             if self.packed:
-                arguments = *arguments[:-1], self.tiles.table(options, self.step_rows, *results)
+                arguments = *arguments[:-1], self.tiles.table(options, self.step_rows, *parts)
         if self.pages is not None:
             arguments += (block_table, *self.pages.arguments)
         if traced is not None:
@@ -380,36 +362,21 @@ class FwdPlan:
         if self.shares:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
         arguments += share
-        if max_logits is not None:
-            arguments = *arguments, max_logits
+        if self.max_logits:
+            largest = empty(*self.lse)
+            if self.packed:  # no tile writes the rows behind the last sequence
+                largest.fill_(-math.inf)
+            arguments, results = (*arguments, largest), (*results, largest)
         if self.combine is None:
             self.kernel(*views, lse, tickets, softmax_scale, unit, *arguments)
-            return
+            return results
         *qkv, out_view = views
-        self.kernel(*qkv, *results, tickets, softmax_scale, 1.0, *arguments)
+        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, *arguments)
         merged = out_view, lse
         if self.packed:
             merged = out if out.ndim == 4 else out[None], lse[None]
-        self.combine(*results, *merged, unit)
-
-
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    heads_first: bool,
-    options: Options | None,
-    block_table: torch.Tensor | None = None,
-) -> tuple:
-    """Key of a plan, without `traced`, and for new tensors out and lse."""
-    key = qkv_key(q, k, v, causal, heads_first)
-    if options is None:
-        return key
-    if not options.varlen:
-        return *key, *options.key
-    sizes = q.shape[0], key_rows(k, options, block_table), q.shape[1]
-    return *key, *options.key, splits.packed_splits(options, *sizes, device_costs(q.device.index))
+        self.combine(*parts, *merged, unit)
+        return results
 
 
 def fwd_plan(
@@ -419,14 +386,51 @@ def fwd_plan(
     causal: bool,
     heads_first: bool,
     options: Options | None = None,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    traced: Call | None = None,
+    lse: torch.Tensor | None = None,
     max_logits: bool = False,
+    deterministic: bool = False,
+    config: FwdConfig | None = None,
 ) -> FwdPlan | None:
-    """Cached plan for tensors with this metadata, or None."""
-    try:
-        key = _key(q, k, v, causal, heads_first, options)
-        return plan_cache.plans.get((*key, "max_logits") if max_logits else key)
-    except RuntimeError:  # a nested tensor, which has no shape; the checks refuse it
+    """Plan for a launch on tensors with this metadata, found or made; None for a call that launches on copies, or not at all.
+
+    The arguments are those of forward(). The plan of an explicit config is not kept.
+    """
+    key = qkv_key(q, k, v, causal, heads_first)
+    if options is not None:
+        key += options.key
+        if options.varlen:
+            sizes = q.shape[0], key_rows(k, options, block_table), q.shape[1]
+            key = (*key, splits.packed_splits(options, *sizes, device_costs(q.device.index)))
+    if traced is not None:
+        key = (*key, forward_program(traced.program))
+    if out is not None:
+        key = (*key, out.stride())
+    if lse is not None:
+        key = (*key, lse.stride(), "added")
+    if max_logits:
+        key = (*key, "max_logits")
+    plan = plan_cache.plans.get(key) if config is None else None
+    if plan is not None:
+        return plan
+    without_keys = not k.numel() or (block_table is not None and not block_table.numel())
+    if has_odd_columns(q, v) or not q.numel() or without_keys or has_no_sequences(options):
         return None
+    if torch.cuda.current_device() != q.device.index:
+        others = options, block_table, out, traced, lse, max_logits, deterministic, config
+        with torch.cuda.device(q.device):
+            return fwd_plan(q, k, v, causal, heads_first, *others)
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
+    if out is None:
+        out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
+    added = lse is not None
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added, max_logits)
+    if config is None:
+        plan_cache.keep(key, plan)
+    return plan
 
 
 def kept_call(key: tuple) -> Any:
@@ -478,16 +482,9 @@ def forward(
     """
     if q.dtype is torch.float32:  # kernels read views of another dtype, which lose the sign of a negated view
         q, k, v = as_stored(q), as_stored(k), as_stored(v)
-    key = _key(q, k, v, causal, heads_first, options, block_table)
-    if traced is not None:
-        key = (*key, forward_program(traced.program))
-    if out is not None:
-        key = (*key, out.stride())
-    if lse is not None:
-        key = (*key, lse.stride(), "added")
-    if max_logits:
-        key = (*key, "max_logits")
-    plan = plan_cache.plans.get(key) if config is None else None
+    plan = fwd_plan(
+        q, k, v, causal, heads_first, options, block_table, out, traced, lse, max_logits, deterministic, config,
+    )  # fmt: skip
     if plan is not None:
         return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
     if has_odd_columns(q, v):
@@ -501,37 +498,30 @@ def forward(
             return result, *numbers
         with writing(out):
             return out.copy_(result), *numbers
-    if torch.cuda.current_device() != q.device.index:
-        with torch.cuda.device(q.device):
-            layout = softmax_scale, causal, lse_base2, heads_first, config
-            return forward(
-                q, k, v, *layout, options, block_table, out, traced, deterministic, lse, max_logits
-            )
-    *outer, n1, n2, _ = q.shape
-    if out is None:
-        out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
-    added = lse is not None
-    if not added:
-        lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
-    without_sequences = has_no_sequences(options)
-    without_keys = not k.numel() or without_sequences or (block_table is not None and not block_table.numel())
-    largest = ()  # or (max_logits,), of a call that launches nothing
-    if max_logits and (without_keys or not out.numel()):
-        largest = (torch.full_like(lse, -math.inf),)
-    if not out.numel() or (added and (not k.numel() or without_sequences)):
-        return out, lse, *largest
-    if without_keys:
-        lse.fill_(-math.inf)
-        if options is not None and options.sink is not None and not without_sequences:
+    return _forward_of_empty(q, v, lse_base2, heads_first, options, out, lse, max_logits)
+
+
+def _forward_of_empty(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    lse_base2: bool,
+    heads_first: bool,
+    options: Options | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    max_logits: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Results without queries, keys or sequences, as forward() returns them: out is 0, and lse is -inf or the sink."""
+    if lse is None:
+        *outer, n1, n2, _ = q.shape
+        rows = (n1, n2) if heads_first else (n2, n1)
+        lse = q.new_full((*outer, *rows), -math.inf, dtype=torch.float32)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
+        with writing(out):
+            out.zero_()
+        if options is not None and options.sink is not None and not has_no_sequences(options):
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
             if options.varlen:
                 behind = torch.arange(lse.shape[-1], device=lse.device) >= options.cu_seqlens_q[-1]
                 lse.masked_fill_(behind, -math.inf)
-        with writing(out):
-            return out.zero_(), lse, *largest
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added, max_logits)
-    if config is None:
-        plan_cache.keep(key, plan)
-    return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
+    return (out, lse, torch.full_like(lse, -math.inf)) if max_logits else (out, lse)

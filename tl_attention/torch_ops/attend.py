@@ -12,12 +12,12 @@ import torch
 from tl_attention import launch
 from tl_attention.checks.common import (
     FWD_DTYPES,
-    check_deterministic,
     check_fwd,
     check_lengths,
     check_options,
     check_splits,
     describe,
+    expect_bool,
     is_dtensor,
 )
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
@@ -41,6 +41,7 @@ from tl_attention.torch_ops.ops import (
     Outputs,
     Plan,
     differentiable,
+    eager_plan,
     in_bf16,
     is_traced,
     run,
@@ -190,28 +191,26 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
         return _on_shards(request)
     packed, heads_first = request.lengths is not None, request.heads_first
     check_fwd(q, k, v, softmax_scale, causal, heads_first, packed, FWD_DTYPES)
-    check_deterministic(deterministic)
+    expect_bool("deterministic", deterministic)
     causal, options = checked_options(request, k.shape[0])
-    if options.parts and runs_in_bf16(q, options.parts):
+    if runs_in_bf16(q, options.parts):
         return in_bf16(lambda q, k, v: attend(request._replace(q=q, k=k, v=v, precision=None)), q, k, v)
     options = None if options.is_off else options
     call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, heads_first, deterministic)
-    results = run(q, k, v, call, options, request.max_logits)
-    plan = None
-    if signature is not None:
-        plan = launch.fwd_plan(q, k, v, causal, heads_first, options, request.max_logits)
-    if plan is not None:
-        takes_tensors = options is not None and any(x is not None for x in options.tensors())
-        kept = None if options is None else options.without_tensors()
-        launch.keep_call(signature, _KnownCall(causal, kept, takes_tensors, scale_of(q, None), plan))
-    return results
+    plan = None if signature is None else eager_plan(q, k, v, call, options, request.max_logits)
+    if plan is None:
+        return run(q, k, v, call, options, request.max_logits)
+    takes_tensors = options is not None and any(x is not None for x in options.tensors())
+    kept = None if options is None else options.without_tensors()
+    launch.keep_call(signature, _KnownCall(causal, kept, takes_tensors, scale_of(q, None), plan))
+    return run_eagerly(q, k, v, call, options, plan)
 
 
 def attend_again(request: Request, results: Outputs) -> Outputs:
     """(out, lse) of an earlier call of the same request, with derivatives; nothing is computed. Autograd changes them: pass new tensors."""
     q, k, v, softmax_scale, _, deterministic, *_ = request
     causal, options = checked_options(request, k.shape[0])
-    if options.parts and runs_in_bf16(q, options.parts):
+    if runs_in_bf16(q, options.parts):
         out, *numbers = results
         half = out.bfloat16(), *numbers
         return in_bf16(
@@ -223,21 +222,17 @@ def attend_again(request: Request, results: Outputs) -> Outputs:
 
 def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
     """Check options; return (causal, options) in canonical form. keys: upper bound of the keys of a packed sequence."""
-    q, dropout_p = request.q, request.dropout_p
-    cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
-    max_seqlens, batch = [0, 0], q.shape[0]
+    q, dropout_p, lengths, batch = request.q, request.dropout_p, {}, request.q.shape[0]
     if request.lengths is not None:
         check_lengths(q, *request.lengths)
-        cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = request.lengths
-        batch = cu_seqlens_q.shape[0] - 1
+        lengths = dict(zip(_LENGTHS, request.lengths, strict=True))
+        batch = lengths["cu_seqlens_q"].shape[0] - 1
         # Reading a tensor would synchronize with the GPU; the total number of rows bounds a length, too
-        rows = q.shape[0], keys
-        max_seqlens = [
-            n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
-        ]
+        for name, rows in (("max_seqlen_q", q.shape[0]), ("max_seqlen_k", keys)):
+            if isinstance(lengths[name], torch.Tensor):
+                lengths[name] = rows
     check_splits(request.num_splits, request.batch_invariant, dropout_p, request.max_logits)
     window_size, softcap = request.window_size, request.softcap
-    may_be_fp32 = q.dtype == torch.float32 or request.precision is not None
     tensors = {name: getattr(request, PUBLIC_NAMES[name]) for name in TENSOR_RULES}
     check_options(q, batch, window_size, softcap, dropout_p, tensors)
     causal, window = canonical_window(request.causal, window_size)
@@ -245,15 +240,10 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
         window=window,
         softcap=float(softcap),
         dropout_p=float(dropout_p),
-        max_seqlen_q=max_seqlens[0],
-        max_seqlen_k=max_seqlens[1],
         num_splits=BATCH_INVARIANT if request.batch_invariant else request.num_splits,
-        parts=check_precision(q, request.precision) if may_be_fp32 else 0,
+        parts=check_precision(q, request.precision),
         rng_state=_state_of_dropout(request) if dropout_p else None,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+        **lengths,
         **_per_head(request),
     )
 

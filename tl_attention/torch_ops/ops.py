@@ -258,10 +258,11 @@ def _launch_backward(
     *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tensors = dout, q, k, v, out, lse
-    # Splits matter to the forward alone
-    if options is None or not (options.names or options.parts or options.batch_invariant):
-        return launch.backward(*tensors, *layout, deterministic, dlse)
+    if options is not None and not (options.names or options.parts or options.batch_invariant):
+        options = None  # splits matter to the forward alone
     grads = launch.backward(*tensors, *layout, deterministic, dlse, options=options)
+    if options is None:
+        return grads
     of_q = options.cu_seqlens_q, options.seqused_q
     of_k = options.cu_seqlens_k, options.seqused_k
     for name, (cu_seqlens, seqused) in (("q", of_q), ("k", of_k), ("v", of_k)):
@@ -302,13 +303,9 @@ def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
     )
 
 
-def _save_nothing(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    pass
-
-
 register_autograd(fwd_op, _save, _backward, push_forward)
 register_autograd(fwd_max_logits_op, _save, _backward, refuse_max_logits)
-register_autograd(bwd_op, _save_nothing, _no_double_backward, refuse_to_push_gradients)
+register_autograd(bwd_op, None, _no_double_backward, refuse_to_push_gradients)
 register_jvp(_save, _backward)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
 register_vmap(fwd_max_logits_op, "rrr", (("r", 0), ("l", 0), ("l", 0)))
@@ -323,15 +320,14 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         call: tuple,
         options: Options | None,
-        plan: Plan | None,
+        plan: Plan,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *learned: torch.Tensor | None,
     ) -> Outputs:
-        """call, plan: as in run_eagerly. learned: GRADIENTS of the options."""
-        launched = q, k, v, call[0], call[2], options
-        results = launch_forward(q, k, v, Call(*call), options) if plan is None else plan(*launched)
+        """call: fields of Call. learned: GRADIENTS of the options."""
+        results = plan(q, k, v, call[0], call[2], options)
         out, lse = results[:2]
         if len(results) > 2:
             ctx.mark_non_differentiable(results[2])
@@ -451,18 +447,27 @@ def run(
     check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
         return (fwd_max_logits_op if max_logits else fwd_op)(q, k, v, *call, *arguments)
-    return run_eagerly(q, k, v, call, options, _plan_with_max(call) if max_logits else None)
-
-
-def _plan_with_max(call: Call) -> Plan:
-    """A launch with max_logits whose plan is found or made."""
 
     def plan(
         q: Any, k: Any, v: Any, scale: float, lse_base2: bool, options: Options | None = None
     ) -> Outputs:
-        return launch_forward(q, k, v, call, options, max_logits=True)
+        return launch_forward(q, k, v, call, options, max_logits=max_logits)
 
-    return plan
+    return run_eagerly(q, k, v, call, options, plan)
+
+
+def eager_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    options: Options | None,
+    max_logits: bool,
+) -> Plan | None:
+    """Plan of plain tensors on a GPU for run_eagerly(), from checked arguments; None for a call that launches on copies, or not at all."""
+    check_device_or_warn(q, False)
+    others = {"max_logits": max_logits, "deterministic": call.deterministic}
+    return launch.fwd_plan(q, k, v, call.causal, call.heads_first, options, **others)
 
 
 def run_eagerly(
@@ -471,14 +476,9 @@ def run_eagerly(
     v: torch.Tensor,
     call: tuple[Any, ...],
     options: Options | None,
-    plan: Plan | None,
+    plan: Plan,
 ) -> Outputs:
-    """(out, lse) of plain tensors on a GPU.
-
-    Args:
-        call: fields of Call.
-        plan: of the launch; None: it is found or made.
-    """
+    """(out, lse) of plain tensors on a GPU. call: fields of Call."""
     wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     learned = ()
     if options is not None:
@@ -489,8 +489,6 @@ def run_eagerly(
             wants_gradient = wants_gradient or (x.requires_grad and torch.is_grad_enabled())
             if type(x) is not torch.Tensor:
                 options = options.with_tensors(**{name: x.detach()})  # makes a plain tensor of a parameter
-    if not wants_gradient and plan is None:
-        return launch_forward(q, k, v, Call(*call), options)
     if not wants_gradient:
         return plan(q, k, v, call[0], call[2], options)
     try:

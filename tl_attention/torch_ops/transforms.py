@@ -79,7 +79,7 @@ def _new_library(name: str) -> torch.library.Library:
     return library
 
 
-def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable, backward: Callable) -> None:
+def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable | None, backward: Callable) -> None:
     """Register the derivatives of an op with lists of tensors for autograd alone. save, backward: as in torch.library.register_autograd."""
     name = op._opname
     torch.library.register_autograd(
@@ -97,12 +97,12 @@ def refuse_vmap(op: torch._ops.OpOverload, error: Exception) -> None:
 
 
 def register_autograd(
-    op: torch._ops.OpOverload, save: Callable, backward: Callable, push_forward: Callable
+    op: torch._ops.OpOverload, save: Callable | None, backward: Callable, push_forward: Callable
 ) -> None:
     """Register the derivatives of an op, for autograd and for torch.func.
 
     Args:
-        save: save(ctx, inputs, outputs), after the forward.
+        save: save(ctx, inputs, outputs), after the forward; None: nothing is saved.
         backward: backward(ctx, *gradients of the outputs) -> gradients of the inputs.
         push_forward: push_forward(inputs, their tangents or None) -> (outputs, their tangents). It runs instead of the op if an input
             has a forward-mode tangent; it may raise an error.
@@ -124,7 +124,8 @@ def register_autograd(
             # Function.apply has disabled both modes, and the levels below need them
             with torch.set_grad_enabled(backward_mode), _forward_ad._set_fwd_grad_enabled(forward_mode):
                 outputs = below(keyset, inputs)
-            save(ctx, inputs, outputs)
+            if save is not None:
+                save(ctx, inputs, outputs)
             return outputs
 
         @staticmethod

@@ -144,7 +144,7 @@ def test_flex_fp32_terms_reach_the_launch(precision, terms, monkeypatch):
     score_mod, _, learned = cases(Captured("cpu"))["temperature"]
     call = trace(score_mod, None, True)
     out, _ = flex_autograd.differentiable(
-        call, (1.0, False, False, True, False), options_of_terms(terms), None, q, k, v, *call.tensors
+        call, (1.0, True, False), options_of_terms(terms), None, q, k, v, *call.tensors
     )
     torch.set_float32_matmul_precision("medium")
     out.sum().backward()
@@ -194,9 +194,7 @@ def test_flex_fp32_gradients_of_wide_heads_without_kernels_are_a_formula(monkeyp
     monkeypatch.setattr(flex_autograd.launch, "forward", forward)
     monkeypatch.setattr(flex_autograd.launch, "backward", lambda *_, **__: pytest.fail("expected no launch"))
     given = torch.randn_like(q), torch.randn(q.shape[:3])
-    results = flex_autograd.differentiable(
-        call, (0.2, False, False, True, False), 3, None, q, k, v, *call.tensors
-    )
+    results = flex_autograd.differentiable(call, (0.2, True, False), 3, None, q, k, v, *call.tensors)
     found = torch.autograd.grad(results, [q, k, v, *learned], given)
     for x, y in zip(found, formula(q, k, v, call, given), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

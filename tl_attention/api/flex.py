@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from tl_attention.api.flex_calls import attend_functions
-from tl_attention.checks.common import check_deterministic, describe, expect_bool
+from tl_attention.checks.common import describe, expect_bool
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
@@ -93,7 +93,7 @@ def flex_attention(
         raise unknown_keyword(flex_attention, unknown)
     expect_bool("return_lse", return_lse)
     expect_bool("enable_gqa", enable_gqa)
-    check_deterministic(deterministic)
+    expect_bool("deterministic", deterministic)
     check_not_transformed(FLEX_NAMES.function)
     if not (kernel_options is None or (isinstance(kernel_options, dict) and not kernel_options)):
         raise NotImplementedError(
@@ -122,7 +122,7 @@ def flex_attention(
 
 def attend_by_functions(request: Request) -> tuple[torch.Tensor, ...]:
     """Results of flash_attn_func with functions, whose options must be off but for the precision."""
-    check_deterministic(request.deterministic)
+    expect_bool("deterministic", request.deterministic)
     check_not_transformed(FLASH_NAMES.function)
     check_no_options(request)
     return _attend(request)

@@ -109,7 +109,7 @@ def attend_functions(
         # PyTorch's formula calls the mask; whether its bits are too many depends on the whole batch
         by_bits = not request.batch_invariant and (not differentiate or has_gradient_kernels(q, v, terms))
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
-    layout = scale_of(q, scale), False, False, heads_first, deterministic
+    layout = scale_of(q, scale), heads_first, deterministic
     options = options_of_terms(terms, request.batch_invariant)
     if differentiate and any([x.requires_grad for x in (q, k, v, *call.tensors)]):
         if request.max_logits and results is None:
@@ -308,8 +308,7 @@ def _shapes(request: Request) -> tuple[torch.Tensor, ...]:
     query, *_ = check_request(request)
     q, k, v, _, _, _, precision, *_ = request
     check_device_or_warn(query, traced=True)
-    if precision is not None or q.dtype == torch.float32:
-        check_precision(q, precision)
+    check_precision(q, precision)
     score_mod, mask_mod, block_mask, attn_bias = request.functions
     captures = Captures.of(score_mod, mask_mod if block_mask is None else block_mask.mask_mod, attn_bias)
     inputs = [q, k, v, *(() if captures is None else captures.tensors)]

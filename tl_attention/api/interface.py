@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -75,50 +75,48 @@ def mha_fwd_interface(
     if return_kernel is not False:
         expect_bool("return_kernel", return_kernel)
         check_fwd(q, k, v, sm_scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
-        return _kernel_like(q, k, v, sm_scale, is_causal, check_precision(q, precision))
+        return _forward_kernel_like(q, k, v, sm_scale, is_causal, check_precision(q, precision))
     return attend(
         new_request(q, k, v, sm_scale, is_causal, precision=precision, heads_first=True, lse_base2=True)
     )
 
 
-def _kernel_like(
+def _forward_kernel_like(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool, terms: int
 ) -> ForwardKernel:
     """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
     scale = scale_of(q, sm_scale)
-    run = _attend_base2
-    if q.device.type != "cpu":
+    options = options_of_terms(terms if terms > 1 else 0)
+
+    def launched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return launch.forward(q, k, v, scale, is_causal, lse_base2=True, heads_first=True, options=options)
+
+    if q.device.type == "cpu":
+        kernel = functools.partial(mha_fwd_interface, sm_scale=scale, is_causal=is_causal)
+    else:
         check_device(q)
-        options = options_of_terms(terms if terms > 1 else 0)
-        run = functools.partial(_forward_in_bf16 if terms == 1 else launch.forward, options=options)
-
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
-
+        kernel = functools.partial(in_bf16, launched) if terms == 1 else launched
     kernel(q, k, v)
     return kernel
 
 
-def _attend_base2(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, *_: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """mha_fwd_interface, with the arguments of launch.forward."""
-    return attend(new_request(q, k, v, scale, is_causal, heads_first=True, lse_base2=True))
+def _backward_kernel_like(
+    q: torch.Tensor, sm_scale: float | None, is_causal: bool, deterministic: bool, terms: int
+) -> BackwardKernel:
+    """kernel(do, q, k, v, out, lse) -> (dq, dk, dv) without checks, on a GPU."""
+    scale = scale_of(q, sm_scale)
+    options = options_of_terms(terms if terms > 1 else 0)
+    deterministic |= torch.are_deterministic_algorithms_enabled()
 
+    def launched(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grads = launch.backward(*tensors, scale, is_causal, True, True, deterministic, options=options)
+        return grads["q"], grads["k"], grads["v"]
 
-def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """launch.forward of fp32 tensors rounded to bf16."""
-    return in_bf16(lambda *half: launch.forward(*half, *arguments[3:], **options), *arguments[:3])
+    def in_half(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *rows, lse = tensors
+        return in_bf16(lambda *half: launched(*half, lse), *rows)
 
-
-def _backward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    """launch.backward of fp32 tensors rounded to bf16."""
-    return in_bf16(lambda *half: _backward(*half, *arguments[5:], **options), *arguments[:5])
-
-
-def _backward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    """launch.backward, with gradients in the order of q, k and v."""
-    return tuple(launch.backward(*arguments, **options).values())
+    return in_half if terms == 1 else launched
 
 
 def ref_mha_fwd_interface(
@@ -177,11 +175,7 @@ def mha_bwd_interface(
     terms = check_precision(q, precision)
     if q.device.type == "cpu" or not has_gradient_kernels(q, v, terms):
         return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
-    options = options_of_terms(terms if terms > 1 else 0)
-    run = _backward_in_bf16 if terms == 1 else _backward
-    scale = scale_of(q, sm_scale)
-    deterministic |= torch.are_deterministic_algorithms_enabled()
-    return lambda *tensors: run(*tensors, scale, is_causal, True, True, deterministic, options=options)
+    return _backward_kernel_like(q, sm_scale, is_causal, deterministic, terms)
 
 
 def ref_mha_bwd_interface(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.common import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
+from tl_attention.checks.common import check_device, check_fwd, expect_bool, expect_scale
 from tl_attention.checks.kvcache import cache_capacity
 from tl_attention.checks.lengths import NAMES, check_paged_keys, check_side, checked_lengths
 from tl_attention.checks.paged import (
@@ -62,7 +62,7 @@ def attend_packed(
             cu_seqlens_k = cu_seqlens_q  # not read: seqused_k has the lengths
     if out is not None:
         check_out(q, v.shape[-1], out)
-    check_deterministic(deterministic)
+    expect_bool("deterministic", deterministic)
     expect_bool("check_lengths", check_lengths)
     lengths = cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k
     causal, options = checked_options(request._replace(lengths=lengths), keys)

@@ -376,11 +376,6 @@ def check_bwd(
     expect_like("do", do, q, (shape,), (q.dtype,))
     expect_like("out", out, q, (shape,), (q.dtype,))
     expect_like("lse", lse, q, (shape[:3],), (torch.float32,))
-    check_deterministic(deterministic)
-
-
-def check_deterministic(deterministic: bool) -> None:
-    """Check the switch of the backward."""
     expect_bool("deterministic", deterministic)
 
 

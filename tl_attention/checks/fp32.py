@@ -7,13 +7,14 @@ import torch
 from tl_attention.checks.common import describe
 from tl_attention.problem.attn_problem import FP32_BWD_WIDTHS, PRECISIONS
 
+_WORDS = ", ".join(map(repr, PRECISIONS))
+
 
 def check_precision(q: torch.Tensor, precision: str | None) -> int:
     """Check the precision of a call, and return the terms of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
-    words = ", ".join(map(repr, PRECISIONS))
     if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise ValueError(
-            f"precision: expected one of {words}, or None for torch.get_float32_matmul_precision(), got {describe(precision)}"
+            f"precision: expected one of {_WORDS}, or None for torch.get_float32_matmul_precision(), got {describe(precision)}"
         )
     if q.dtype != torch.float32:
         if precision is not None:
@@ -32,7 +33,7 @@ def _default_precision() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError as error:  # torch refuses to sum up settings of its backends that differ
         raise ValueError(
-            f"precision: expected one of {', '.join(map(repr, PRECISIONS))}, as torch.get_float32_matmul_precision() fails, got None;"
+            f"precision: expected one of {_WORDS}, as torch.get_float32_matmul_precision() fails, got None;"
             " pass precision"
         ) from error
 

@@ -14,7 +14,6 @@ from tl_attention.api import flash
 from tl_attention.api.docstrings import complete
 from tl_attention.api.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks.common import (
-    check_deterministic,
     check_fwd,
     check_options,
     describe,
@@ -359,7 +358,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     check_fwd(q, k, v, asked.softmax_scale, asked.causal, heads_first=False, varlen=packed)
     _check_rows(q, k)
     check_device_or_warn(q, traced=False)
-    check_deterministic(asked.deterministic)
+    expect_bool("deterministic", asked.deterministic)
     batch = len(documents) - 1 if packed else len(q)
     tensors = {"rng_state": asked.rng_state, "alibi_slopes": slopes, "sink": sink}
     check_options(q, batch, asked.window_size, asked.softcap, asked.dropout_p, tensors)

@@ -14,7 +14,6 @@ from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import (
     FWD_DTYPES,
-    check_deterministic,
     check_shapes,
     expect_bool,
     expect_scale,
@@ -154,7 +153,7 @@ def attention_forward(
     check_others(kwargs)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
-    check_deterministic(deterministic)
+    expect_bool("deterministic", deterministic)
     if not isinstance(attention_mask, Mask):
         check_window_keys("sliding_window", sliding_window)
     check_packing(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

@@ -60,11 +60,7 @@ def _kept() -> Iterator[None]:
         del traceback.current_meta["recompute"]
 
 
-def _under_vmap(q: torch.Tensor) -> torch.Tensor:
-    """draw() by the randomness of vmap, whether q is a batch or not."""
-    return draw(q)
-
-
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.impl("dropout_state", _below_autograd, "Autograd", with_keyset=True)
-_library.impl("dropout_state", _under_vmap, "FuncTorchVmapMode")
+# By the randomness of vmap, whether q is a batch or not
+_library.impl("dropout_state", draw, "FuncTorchVmapMode")

@@ -21,7 +21,7 @@ from tl_attention.reference.flex import flex_backward_reference, flex_reference
 
 def run_forward(
     call: Call,
-    layout: tuple,
+    layout: tuple[float, bool, bool],
     options: Options | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -31,18 +31,15 @@ def run_forward(
     """(out, lse), with max_logits also these, by the kernels, on the CPU by the reference.
 
     Args:
-        layout: fields of options.Call.
+        layout: scale, heads_first, deterministic.
         options: terms and splits alone; None: default splits of tensors that are not fp32.
     """
-    scale, _, _, heads_first, deterministic = layout
+    scale, heads_first, deterministic = layout
     if q.is_cuda:
-        others = {
-            "options": options,
-            "traced": call,
-            "deterministic": deterministic,
-            "max_logits": max_logits,
-        }
-        return launch.forward(q, k, v, scale, False, False, heads_first, **others)
+        others = {"deterministic": deterministic, "max_logits": max_logits}
+        return launch.forward(
+            q, k, v, scale, False, False, heads_first, options=options, traced=call, **others
+        )
     inputs = (q, k, v) if heads_first else transposed(q, k, v)
     out, *numbers = flex_reference(*inputs, scale, call, max_logits=max_logits)
     out = out.to(q.dtype)
@@ -56,7 +53,7 @@ class _Flex(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: Call,
-        layout: tuple[Any, ...],
+        layout: tuple[float, bool, bool],
         options: Options | None,
         results: tuple[torch.Tensor, ...] | None,
         *inputs: torch.Tensor,
@@ -75,7 +72,7 @@ class _Flex(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
         program, numbers, blocks, layout, options = ctx.asked
-        scale, _, _, heads_first, deterministic = layout
+        scale, heads_first, deterministic = layout
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
             return *[None] * 7, *grads

@@ -384,6 +384,12 @@ KEYWORDS = {
     "cu_seqlens_q": (lambda **x: distributed.attention(Q, Q, Q, **x), r"; did you mean cu_seqlens\?"),
     "alibi_slopes": (lambda **x: mha_bwd_interface(Q, Q, Q, Q, Q, Q, **x), r"; flash_attn_func takes it"),
     "training": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; leave it out, and pass dropout_p=0.0 in evaluation"),
+    "max_logits": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; did you mean return_max_logits\?"),
+    "return_max_logits": (lambda **x: flex_attention(Q, Q, Q, **x), r"; .*return_aux=AuxRequest\(max_scores=True\)"),
+    "tree_mask": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; flash_attn_with_kvcache takes it"),
+    "rotary_seqlens": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, positions count from cache_seqlens"),
+    "deterministic": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, without a backward"),
+    "batch_invariant": (lambda **x: mha_fwd_interface(Q, Q, Q, **x), r"; flash_attn_func takes it"),
     "xyz": (lambda **x: flash_attn_func(Q, Q, Q, **x), ""),
 }  # fmt: skip
 

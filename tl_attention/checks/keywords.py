@@ -30,6 +30,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "block_size": ("BLOCK_SIZE",),
     "seqused_k": ("cache_seqlens",),
     "block_sparse_tensors": ("block_mask",),
+    "leftpad_k": ("cache_leftpad",),
+    **dict.fromkeys(("max_logits", "return_max_logit"), ("return_max_logits",)),
 }
 # Keyword -> what to do where the function has no name for it
 ADVICE: dict[str, str] = {
@@ -42,6 +44,15 @@ ADVICE: dict[str, str] = {
         ("key_padding_mask", "padding_mask"),
         "pack the sequences for flash_attn_varlen_func, or pass the mask to flash_attn_func as attn_bias",
     ),
+    **dict.fromkeys(
+        ("return_max_logits", "max_logits", "return_max_logit"),
+        "flash_attn_func and flash_attn_varlen_func take return_max_logits, flex_attention return_aux=AuxRequest(max_scores=True)",
+    ),
+    "tree_mask": "flash_attn_with_kvcache takes it",
+    "leftpad_k": "flash_attn_with_kvcache takes it, as cache_leftpad",
+    "rotary_seqlens": "leave it out, positions count from cache_seqlens",
+    "zero_tensors": "leave it out, rows that belong to no sequence are 0",
+    "deterministic": "leave it out, without a backward all bits are the same from run to run",
     "training": "leave it out, and pass dropout_p=0.0 in evaluation",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
     "precision": "leave it out, a cache is bf16 or fp16",
@@ -60,7 +71,15 @@ ADVICE: dict[str, str] = {
         "flash_attn_func and flex_attention take masks and biases, for sequences of one length",
     ),
     **dict.fromkeys(
-        ("window_size", "softcap", "alibi_slopes", "learnable_sink", "dropout_p", "num_splits"),
+        (
+            "window_size",
+            "softcap",
+            "alibi_slopes",
+            "learnable_sink",
+            "dropout_p",
+            "num_splits",
+            "batch_invariant",
+        ),
         "flash_attn_func takes it",
     ),
     **dict.fromkeys(_CAUSAL, "flash_attn_func takes causal"),

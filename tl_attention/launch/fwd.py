@@ -69,17 +69,10 @@ class FwdKernels(NamedTuple):
     terms: Kernel | None  # runs first in fp32: splits k and v, or the first heads of them
 
 
-def _find_kernels(key: tuple, explicit: FwdConfig | None, copy_rows: int, max_logits: bool) -> FwdKernels:
-    """Kernels of a problem, found once per process, or those of an explicit config.
-
-    Args:
-        key: as find_config takes it.
-        copy_rows: of keys in pages, see page_rows(); else 0.
-    """
-    form = *key, copy_rows, max_logits
-    if explicit is None and form in _kernels:
-        return _kernels[form]
-    problem, config = find_config(key, "fwd", explicit)
+def _find_kernels(
+    key: tuple, config: FwdConfig | None, copy_rows: int = 0, max_logits: bool = False
+) -> FwdKernels:
+    problem, config = find_config(key, "fwd", config)
     config = config.paged(problem, copy_rows)
     if max_logits:
         config = config.storing_max
@@ -89,10 +82,7 @@ def _find_kernels(key: tuple, explicit: FwdConfig | None, copy_rows: int, max_lo
     compiled = {type(one): kernel for (_, one), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     terms = compiled.get(FirstTermsConfig if config.makes_terms else TermsConfig)
-    found = FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)
-    if explicit is None:
-        _kernels[form] = found
-    return found
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, terms)
 
 
 def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None) -> int:
@@ -217,7 +207,10 @@ class FwdPlan:
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
-        found = _find_kernels(key, config, copy_rows, max_logits)
+        form = copy_rows, max_logits
+        found = _kernels.get((key, *form)) if config is None else _find_kernels(key, config, *form)
+        if found is None:
+            found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.device) if names else None
         self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"

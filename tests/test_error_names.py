@@ -388,7 +388,7 @@ KEYWORDS = {
     "return_max_logits": (lambda **x: flex_attention(Q, Q, Q, **x), r"; .*return_aux=AuxRequest\(max_scores=True\)"),
     "tree_mask": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; flash_attn_with_kvcache takes it"),
     "rotary_seqlens": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, positions count from cache_seqlens"),
-    "deterministic": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, without a backward"),
+    "deterministic": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, a forward always is"),
     "batch_invariant": (lambda **x: mha_fwd_interface(Q, Q, Q, **x), r"; flash_attn_func takes it"),
     "xyz": (lambda **x: flash_attn_func(Q, Q, Q, **x), ""),
 }  # fmt: skip

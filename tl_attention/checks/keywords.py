@@ -52,7 +52,7 @@ ADVICE: dict[str, str] = {
     "leftpad_k": "flash_attn_with_kvcache takes it, as cache_leftpad",
     "rotary_seqlens": "leave it out, positions count from cache_seqlens",
     "zero_tensors": "leave it out, rows that belong to no sequence are 0",
-    "deterministic": "leave it out, without a backward all bits are the same from run to run",
+    "deterministic": "leave it out, a forward always is; flash_attn_func takes it, for gradients",
     "training": "leave it out, and pass dropout_p=0.0 in evaluation",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
     "precision": "leave it out, a cache is bf16 or fp16",

@@ -92,7 +92,6 @@ class KeyLoader:
         self.step = int_var()  # key blocks so far
         self.cache = int_var()
         self.leftpad = int_var()
-        self.page = int_var()
         k_source = KeySource(K, K_ring, pages.stride_k, problem.head_dim, int_var())
         self.sources = (k_source,)
         if V_ring is not None:
@@ -131,32 +130,27 @@ class KeyLoader:
         """Load key block i of the segment by copies of page_rows keys. A lookup serves the blocks whose copies fit 32 lanes."""
         page_rows = self.config.page_rows
         copies = tuple(range(self.config.block_N // page_rows))
-        first_lane = i * len(copies) % 32
-        if self.config.batch_invariant:
-            # From the last block of a lookup on, and whole blocks per lookup, as 5 or 6 copies of a block do not divide 32
-            block = i % (32 // len(copies))
-            first_lane = block * len(copies)
-            if (block == 32 // len(copies) - 1) | (i == work.steps[0] - 1):
-                self.lookup.read(work.b[0], first_key - block * self.config.block_N, work.length[0])
-        elif i * len(copies) % 32 == 0:
-            self.lookup.read(work.b[0], first_key, work.length[0])
+        # Whole blocks per lookup, as 5 or 6 copies of a block do not divide 32
+        blocks_per_lookup = 32 // len(copies)
+        block = i % blocks_per_lookup
+        first_lane = block * len(copies)
+        is_first = block == 0
+        if self.config.batch_invariant:  # from the last block of a lookup on
+            is_first = (block == blocks_per_lookup - 1) | (i == work.steps[0] - 1)
+        if is_first:
+            self.lookup.read(work.b[0], first_key - block * self.config.block_N, work.length[0])
         for source in self.sources:
             source.ring.wait_empty(self.step[0])
-        for copy in copies:
-            lane = first_lane + copy
-            self.row[0] = FAR - T.shfl_sync(self.lookup.rows_left[0], lane)
-            self.page[0] = T.shfl_sync(self.lookup.page[0], lane)
-            for source in self.sources[
-                ::-1
-            ]:  # V first: nvcc issues it first anyway, with as many instructions
-                source.end[0] = (
-                    self.page[0] * source.stride + T.shfl_sync(self.lookup.row[0], lane) + FAR - self.row[0]
+            for copy in copies:
+                lane = first_lane + copy
+                first_row = T.shfl_sync(self.lookup.page[0], lane) * source.stride + T.shfl_sync(
+                    self.lookup.row[0], lane
                 )
-            for source in self.sources:
+                self.row[0] = FAR - T.shfl_sync(self.lookup.rows_left[0], lane)
+                source.end[0] = first_row + FAR - self.row[0]
                 self.copy_rows(source, copy, work)
-        T.sync_warp()  # lane 0 arrives only after the elected thread has announced the bytes of its copies
-        if T.get_thread_binding() % 32 == 0:
-            for source in self.sources:
+            T.sync_warp()  # lane 0 arrives only after the elected thread has announced the bytes of its copies
+            if T.get_thread_binding() % 32 == 0:
                 T.mbarrier_arrive(source.ring.full[self.step[0] % source.ring.slots])
 
     @T.inline

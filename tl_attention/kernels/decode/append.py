@@ -106,6 +106,8 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
         rows = T.max(T.if_then_else(rotary_dim > 0, seqlen_q, 0), appended)
         # In one dimension, as the others of a grid end at 65,535
         with T.Kernel(rows * batch, threads=threads) as number:
+            T.pdl_trigger()  # the decode may launch; it waits for the end of this kernel
+            T.pdl_sync()  # this kernel launched before the one before it has ended
             i = T.alloc_var("int32", init=T.truncmod(number, rows))
             b = T.alloc_var("int32", init=T.truncdiv(number, rows))
             thread = T.get_thread_binding()

@@ -47,6 +47,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
         Sink: T.Tensor([sink_heads], "float32"),
     ):
         with T.Kernel(entries * warpgroups * T.ceildiv(part_rows, rows), threads=config.threads) as number:
+            T.pdl_trigger()  # the next decode may launch; it waits for the end of this kernel
             T.pdl_sync()  # all results of the decode are written
             # lse of at_once partials, then 2^(lse - row_max)
             weights = T.alloc_fragment([rows, at_once], "float32")

@@ -461,6 +461,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         options = declare(option_types)
         with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as cta:
             T.pdl_trigger()  # combine.py may launch; it waits for the end of this kernel
+            T.pdl_sync()  # this kernel launched before the one before it has ended
             T.annotate_min_blocks_per_sm(config.ctas_per_sm)
             query_tiles = 1 if config.divides_columns else config.warpgroups
             Q_shared = pipeline.alloc_swizzled([query_tiles, 64, head_dim], dtype_of("q"))

@@ -46,7 +46,7 @@ WORDS = (
     "bf16",
     "d64",
     "full",
-    "combine",
+    "combine 4",
 )  # three quick kernels: one with TMA, two with programmatic dependent launch
 PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 
@@ -581,9 +581,9 @@ def test_pack_command_reports_kernels_that_fail(capsys, monkeypatch, tmp_path):
 def test_pack_command_lists_kernels(capsys):
     assert cli.main(["pack", *WORDS, "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "bf16 d64 full sink, decode combine 4",
+        "bf16 d64 full sink, decode combine 4x8",
         "bf16 d64 full, combine 4",
-        "bf16 d64 full, decode combine 4",
+        "bf16 d64 full, decode combine 4x8",
     ]
 
 

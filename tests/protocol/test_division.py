@@ -81,6 +81,7 @@ def _program(problem: object, config: object) -> Program:
 def test_each_key_block_has_one_cta(heads_kv, length, window, queries, monkeypatch):
     decode, ctas, entries = segments_of(length, heads_kv, queries, window, monkeypatch)
     blocks, partials, slots = defaultdict(list), defaultdict(dict), set()
+    entry_per_cta = heads_kv > len(ctas)
     for cta, (*segments, end) in enumerate(ctas):
         assert end["steps"] == 0
         for x in segments:
@@ -91,7 +92,8 @@ def test_each_key_block_has_one_cta(heads_kv, length, window, queries, monkeypat
                 assert slot not in slots
                 slots.add(slot)
                 partials[x["kv_head"]][x["part"]] = slot
-                assert x["entry"] == (cta if x["part"] == 0 else -1)
+            first = cta if entry_per_cta else x["kv_head"]
+            assert x["entry"] == (-1 if x["part"] or (entry_per_cta and x["parts"] == 1) else first)
     block_N = decode.config.block_N
     first = max(length - queries - window[0], 0) // block_N if window[0] >= 0 else 0
     last = max(-(-length // block_N), first + 1)  # one masked block without keys
@@ -99,8 +101,8 @@ def test_each_key_block_has_one_cta(heads_kv, length, window, queries, monkeypat
         head: list(range(first, last)) for head in range(heads_kv)
     }
     merged = {}
-    for cta in range(len(ctas)):
-        entry = {name: entries.get((cta, i), 0) for i, name in enumerate(MERGE_FIELDS)}
+    for number in range(min(heads_kv, len(ctas))):
+        entry = {name: entries[number, i] for i, name in enumerate(MERGE_FIELDS) if (number, i) in entries}
         if entry["parts"] > 1:
             assert entry["kv_head"] not in merged
             merged[entry["kv_head"]] = list(range(entry["first_slot"], entry["first_slot"] + entry["parts"]))

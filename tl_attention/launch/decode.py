@@ -10,7 +10,13 @@ import torch
 
 from tl_attention.compilation.store import Kernel
 from tl_attention.config import configs
-from tl_attention.config.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
+from tl_attention.config.kernel_configs import (
+    MERGE_NUMBERS,
+    MIN_BLOCKS_PER_CTA,
+    DecodeConfig,
+    append_kernel,
+    page_rows,
+)
 from tl_attention.launch.arrays import ArgumentViews, page_rows_of
 from tl_attention.launch.common import (
     LN2,
@@ -71,7 +77,7 @@ def _launch_sizes(
     m_blocks = -(-rows // config.block_M)
     items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_per_sm
     if split_rule == 0:
-        return m_blocks, ctas, ctas + items, ctas
+        return m_blocks, ctas, ctas + items, min(items, ctas)
     splits = -split_rule if split_rule < 0 else -(-capacity // (config.block_N * split_rule))
     return m_blocks, ctas, items * splits if splits > 1 else 1, items  # one split is the whole result
 
@@ -130,7 +136,6 @@ class DecodePlan:
             forward = AttnProblem.of(problem.dtype, head_dim, self.head_dim_v, False, options=shared)
             config = configs.invariant_decode_config(problem, config, forward)
         compiled = compile_config(problem, config)
-        self.kernel, combine = compiled[problem, config], compiled[config.combine(problem)]
 
         capacity = page_size
         if paged:
@@ -139,6 +144,9 @@ class DecodePlan:
         m_blocks, ctas, slots, entries = _launch_sizes(
             config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
         )
+        most_splits = capacity // (MIN_BLOCKS_PER_CTA * config.block_N)
+        partials = min(slots // (batch * heads_kv * m_blocks), most_splits)
+        self.kernel, combine = compiled[problem, config], compiled[config.combine(problem, partials)]
         partial_shape = slots, config.warpgroups, min(rows, TILE_ROWS)
         self.o_partials = dense((*partial_shape, config.columns(problem)))
         self.lse_partials = dense(partial_shape)

@@ -61,7 +61,7 @@ class DecodeArguments:
     softmax_scale: Any
     lse_unit: Any
     heads_per_kv: Any
-    split_rule: Any
+    entry_per_cta: Any  # as in WorkSizes
     options: OptionArguments
 
 
@@ -114,8 +114,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         O_parts: float32 [slots, warpgroups, rows, columns], rows = min(seqlen_q * heads_per_kv, 64). Slots: CTAs + items, or with
             split_rule != 0 all splits. With v_in_k warpgroups are slices of columns, and each writes the same lse.
         Lse_parts: float32 [slots, warpgroups, rows], base 2.
-        Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for combine.py. One entry per CTA, for the
-            item whose first partial it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
+        Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for combine.py. One entry per item, or, if split_rule is 0 and
+            items are more than CTAs, one per CTA, for the item whose first partial it computes. parts < 2: nothing to merge.
         heads_per_kv, m_blocks: query heads per key head, query blocks of block_M rows per key head.
         softmax_scale, lse_unit: float32; ln 2 makes Lse natural.
         split_rule, ctas: see work.py; CTAs of the grid.
@@ -177,11 +177,12 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         loader = KeyLoader(problem, config, ranges, pages, lookup, K, V, smem.K, smem.V)
         while work.has_next:
             work.next_segment()
-            smem.segments.post(turn, work)
-            turn += 1
-            loader.start_segment(work)
-            for i in rolled(work.steps[0]):
-                loader.load(i, work)
+            if work.steps[0] > 0:
+                smem.segments.post(turn, work)
+                turn += 1
+                loader.start_segment(work)
+                for i in rolled(work.steps[0]):
+                    loader.load(i, work)
         work.steps[0] = 0  # ends the work
         smem.segments.post(turn, work)
 
@@ -387,10 +388,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         if scores.raw:  # the row max is a maximum of raw scores, so a negative scale becomes -Q and |scale|
             if arguments.softmax_scale < 0:
                 sign = -1.0
-        # This CTA's entry merges nothing unless a segment below fills it. With another split rule the first part of each item fills the
-        # item's entry
+        # The entry of a CTA merges nothing unless a segment below fills it. The first part of each item fills the entry of an item
         if w == 0:
-            if (arguments.split_rule == 0) & (T.get_thread_binding() == 0):
+            if arguments.entry_per_cta & (T.get_thread_binding() == 0):
                 arguments.Merges[cta, MERGE_FIELDS.index("parts")] = 0
 
         segment.wait()
@@ -478,11 +478,22 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             smem = DecodeTiles(Q_shared, K_ring, V_ring, segments, rows)
             ranges = KeyRanges(Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity)
             pages = CachePages(Table, page_size, num_pages, stride_k, stride_v)
+            items_per_sequence = heads_kv * m_blocks
+            entry_per_cta = (split_rule == 0) & (batch * items_per_sequence > ctas)
             sizes = WorkSizes(
-                block_N, batch, seqlen_q, heads_kv * m_blocks, m_blocks, options.left, split_rule, ctas
+                block_N,
+                config.item_blocks(problem),
+                batch,
+                seqlen_q,
+                items_per_sequence,
+                m_blocks,
+                options.left,
+                split_rule,
+                ctas,
+                entry_per_cta,
             )
             arguments = DecodeArguments(
-                Q, O, Lse, O_parts, Lse_parts, Merges, softmax_scale, lse_unit, heads_per_kv, split_rule, options
+                Q, O, Lse, O_parts, Lse_parts, Merges, softmax_scale, lse_unit, heads_per_kv, entry_per_cta, options
             )  # fmt: skip
             roles.run(
                 lambda: load(cta, K, V, ranges, pages, sizes, smem),

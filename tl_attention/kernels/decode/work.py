@@ -2,8 +2,9 @@
 
 Work item: one sequence, one key head and one query block of block_M rows. Items are numbered by sequence, then key head, then query block.
 Work unit: what CTAs divide. All items of a sequence have the same number of work units, by the split rule:
-    0: one unit per key block. CTAs share all keys evenly, and the range of a CTA may begin and end inside an item. Where it is about as
-        even, as with sequences of equal lengths, CTAs have whole items, or one of n splits as by -n: fewer partials, or none.
+    0: one unit per key block, after those that stand for the time an item takes beside its keys: to begin, and to store its result. CTAs
+        share all units evenly, and the range of a CTA may begin and end inside an item. Where it is about as even, as with sequences of
+        equal lengths, CTAs have whole items, or one of n splits as by -n: fewer partials, or none.
     n > 0: one unit per split of n key blocks, so that the splits of a sequence do not depend on other sequences.
     -n < 0: n splits of equal size, one unit each; fewer where a sequence has fewer key blocks.
 Segment: the key blocks of one item that one CTA processes without a break. An item of several segments is merged by
@@ -18,14 +19,13 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.config.kernel_configs import DecodeConfig
+from tl_attention.config.kernel_configs import MANY_PARTIALS, MIN_BLOCKS_PER_CTA, DecodeConfig
 from tl_attention.kernels.seams.pipeline import sync_warpgroup
 from tl_attention.kernels.seams.roles import WARPGROUP
 from tl_attention.problem.attn_problem import AttnProblem
 
 # Bits of the kernel argument `present`: which optional tensors a launch has
 HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX = 1, 2, 4
-MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA saves
 # Keys that a CTA may have more than the mean, for equal splits: as many as take about as long as merging the partials of an item, and
 # beyond them a sixteenth, at most MORE_KEYS (H200, 2026-11-30, docs/notes/2026-11-30-equal-splits.md)
 KEYS_OF_A_MERGE, MORE_KEYS = 192, 384
@@ -87,9 +87,10 @@ class KeyRanges:
 
 @dataclass(frozen=True)
 class WorkSizes:
-    """Sizes that determine the division of the work: a constant and int32 kernel arguments."""
+    """Sizes that determine the division of the work: two constants, int32 kernel arguments, and a condition on them."""
 
     block_N: int  # keys per key block
+    item_blocks: int  # key blocks that take as long as an item takes beside its keys
     batch: Any
     seqlen_q: Any
     items_per_sequence: Any
@@ -97,6 +98,7 @@ class WorkSizes:
     left: Any  # keys that a query sees before its diagonal
     split_rule: Any  # see the top of this file
     ctas: Any
+    entry_per_cta: Any  # Merges has an entry per CTA, not one per item
 
 
 @T.meta_class
@@ -159,7 +161,7 @@ class WorkShare:
             self.num_blocks[0] = T.max(
                 (self.length[0] + sizes.block_N - 1) // sizes.block_N - self.first_block[0], 1
             )
-            self.units_per_item[0] = self.num_blocks[0]
+            self.units_per_item[0] = self.num_blocks[0] + sizes.item_blocks
             if self.split_rule[0] != 0:
                 self.blocks_per_split[0] = self.split_rule[0]
                 if self.split_rule[0] < 0:  # num_blocks / -split_rule, rounded up
@@ -178,9 +180,8 @@ class WorkShare:
         self.count_units()
         if sizes.split_rule == 0:
             self.choose_equal_splits()
-        blocks_per_cta = MIN_KEYS_PER_CTA // sizes.block_N  # at least
         enough = T.if_then_else(
-            self.split_rule[0] == 0, self.total_units[0] // blocks_per_cta, self.total_units[0]
+            self.split_rule[0] == 0, self.total_units[0] // MIN_BLOCKS_PER_CTA, self.total_units[0]
         )
         self.busy_ctas[0] = T.max(T.min(enough, sizes.ctas), 1)
         self.units_per_cta[0] = T.truncdiv(self.total_units[0], self.busy_ctas[0])
@@ -208,19 +209,25 @@ class WorkShare:
         Lengths are equal then, up to a key block, or items are whole.
         """
         sizes = self.sizes
-        items, least_blocks = sizes.batch * sizes.items_per_sequence, MIN_KEYS_PER_CTA // sizes.block_N
-        self.splits[0] = T.max(T.min(T.truncdiv(sizes.ctas, items), self.longest[0] // least_blocks), 1)
-        self.blocks_per_split[0] = T.truncdiv(self.longest[0] + self.splits[0] - 1, self.splits[0])
+        items, longest_blocks = sizes.batch * sizes.items_per_sequence, self.longest[0] - sizes.item_blocks
+        # Where partials are many, of twice as many key blocks, as merging takes longer
+        most_splits = T.max(
+            T.min(longest_blocks // MIN_BLOCKS_PER_CTA, MANY_PARTIALS),
+            longest_blocks // (2 * MIN_BLOCKS_PER_CTA),
+        )
+        self.splits[0] = T.max(T.min(T.truncdiv(sizes.ctas, items), most_splits), 1)
+        self.blocks_per_split[0] = T.truncdiv(longest_blocks + self.splits[0] - 1, self.splits[0])
         are_equal = (self.splits[0] == 1) | (self.total_units[0] == items * self.longest[0])
         # Key blocks of a CTA: the most, the mean, and how many more than the mean merging is worth
         most = T.truncdiv(items + sizes.ctas - 1, sizes.ctas) * self.blocks_per_split[0]
-        mean = T.max(T.truncdiv(self.total_units[0], sizes.ctas), least_blocks)
+        all_blocks = self.total_units[0] - items * sizes.item_blocks
+        mean = T.max(T.truncdiv(all_blocks, sizes.ctas), MIN_BLOCKS_PER_CTA)
         more = KEYS_OF_A_MERGE // sizes.block_N + T.min(mean // 16, MORE_KEYS // sizes.block_N)
         if are_equal & (most <= mean + more):
             self.split_rule[0] = -self.splits[0]
             # What read_sequence() finds by this rule for each sequence, as rounding up to key blocks may leave fewer splits
             self.splits[0] = T.truncdiv(
-                self.longest[0] + self.blocks_per_split[0] - 1, self.blocks_per_split[0]
+                longest_blocks + self.blocks_per_split[0] - 1, self.blocks_per_split[0]
             )
             self.units_per_sequence[0] = self.splits[0] * sizes.items_per_sequence
             self.total_units[0] = sizes.batch * self.units_per_sequence[0]
@@ -275,7 +282,7 @@ class WorkShare:
 
     @T.inline
     def next_segment(self):
-        """Set the segment that starts at `unit`, and move `unit` past it."""
+        """Set the segment that starts at `unit`, and move `unit` past it. It has no steps where the CTA's last units precede key blocks."""
         sizes = self.sizes
         while self.unit[0] >= self.units_before[0] + self.units_per_item[0] * sizes.items_per_sequence:
             self.units_before[0] += self.units_per_item[0] * sizes.items_per_sequence
@@ -288,18 +295,18 @@ class WorkShare:
         self.m_block[0] = self.item[0] - self.kv_head[0] * sizes.m_blocks
         self.item[0] += self.b[0] * sizes.items_per_sequence
         if self.split_rule[0] == 0:
-            self.start_block[0] = self.first_block[0] + self.unit_in_item[0]
-            self.steps[0] = T.min(
-                self.units_per_item[0] - self.unit_in_item[0], self.end_unit[0] - self.unit[0]
+            self.unit[0] = T.max(self.unit[0], self.item_unit[0] + sizes.item_blocks)
+            self.start_block[0] = self.first_block[0] + self.unit[0] - self.item_unit[0] - sizes.item_blocks
+            self.steps[0] = T.max(
+                T.min(self.item_unit[0] + self.units_per_item[0], self.end_unit[0]) - self.unit[0], 0
             )
-            # The first CTA of the item, until its number in the item is known
-            self.part[0] = self.cta_of(self.item_unit[0])
+            # The first CTA that has key blocks of the item, until its number in the item is known
+            self.part[0] = self.cta_of(self.item_unit[0] + sizes.item_blocks)
             self.parts[0] = self.cta_of(self.item_unit[0] + self.units_per_item[0] - 1) - self.part[0] + 1
             # Slot of a segment: CTA + item, here as first_slot + part. One of them grows from a segment to the next, so no two share one
             self.first_slot[0] = self.part[0] + self.item[0]
             self.part[0] = self.cta[0] - self.part[0]
             self.unit[0] += self.steps[0]
-            self.entry[0] = T.if_then_else(self.parts[0] > 1, self.cta[0], -1)
         else:
             self.start_block[0] = self.first_block[0] + self.unit_in_item[0] * self.blocks_per_split[0]
             self.steps[0] = T.min(
@@ -310,11 +317,8 @@ class WorkShare:
             self.part[0] = self.unit_in_item[0]
             self.first_slot[0] = self.item_unit[0]
             self.unit[0] += 1
-            # Entries are those of CTAs, not of items, if the launch leaves the division to choose_equal_splits()
-            self.entry[0] = T.if_then_else(
-                sizes.split_rule == 0, T.if_then_else(self.parts[0] > 1, self.cta[0], -1), self.item[0]
-            )
-        if self.part[0] > 0:
+        self.entry[0] = T.if_then_else(sizes.entry_per_cta, self.cta[0], self.item[0])
+        if (self.part[0] > 0) | (sizes.entry_per_cta & (self.parts[0] == 1)):
             self.entry[0] = -1
 
 

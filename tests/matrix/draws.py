@@ -291,11 +291,20 @@ def _decode_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
         queries = rows // group
         batch = rng.choice((1, 2, 3, 5, 9))
         heads_kv = 1 if is_latent else rng.choice((1, 1, 2, 3, 8))
+        kind = rng.choices(("any", "crowd", "alone"), (8, 1, 1))[0]
+        if kind == "crowd":  # more sequences than lanes of a warp, more items than CTAs
+            batch, heads_kv = (300, 1) if is_latent else (40, 8)
+        elif kind == "alone":  # one item, which all CTAs share
+            batch, heads_kv = 1, 1
         new = rng.choice((0, 0, 1, queries, rng.randint(1, 20)))
         lengths, leftpad = [], []
         for _ in range(batch):
             edge = max(rng.randint(1, 12) * config.block_N + rng.choice((-1, 0, 1)), 1)
             k = rng.choice((0, 1, edge, edge, rng.randint(1, MOST_ROWS), rng.randint(1, 2 * LONG_ROWS)))
+            if kind == "crowd":
+                k = rng.choice((0, 1, rng.randint(1, 300), rng.randint(1, 300), rng.randint(1, 900)))
+            elif kind == "alone":
+                k = rng.randint(8_192, 20_000)
             lengths.append((queries, k + new))
             leftpad.append(rng.randint(0, k))
         padded = not config.page_rows and rng.random() < 0.2

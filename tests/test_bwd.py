@@ -88,7 +88,7 @@ def check_launch(
     wholes, grads = zip(*(poisoned(*x.shape, dtype=x.dtype, layout=layout) for x in (q, k, v)), strict=True)
     plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, config)
     poison_free_memory()
-    plan.launch(dout, q, k, v, out, lse, *grads, softmax_scale, lse_base2, dlse)
+    plan(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, None, None, *grads)
     for name, whole, grad in zip(("dq", "dk", "dv"), wholes, grads, strict=True):
         assert guard_is_untouched(whole, grad), f"{name}: written outside its bounds"
     return check_bwd(grads, dout, q, k, v, scale, causal, dlse, lse_base2)
@@ -440,7 +440,7 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_chunks(with_dlse, mo
             batches.append(len(q))
             assert all(len(x) == len(q) for x in (dout, out, dq, dk, dv))
 
-        def launch(self, dout, q, k, v, out, lse, dq, dk, dv, scale, lse_base2, dlse, options):
+        def __call__(self, dout, q, k, v, out, lse, scale, lse_base2, dlse, options, traced, dq, dk, dv):
             assert len(lse) == len(q) and with_dlse == (dlse is not None)
             assert dlse is None or len(dlse) == len(q)
             for grad, x in ((dq, q), (dk, k), (dv, v)):

@@ -44,6 +44,7 @@ def allocated(monkeypatch):
     monkeypatch.setattr(bwd_passes, "stream_tickets", lambda *_: None)
     monkeypatch.setattr(common, "unused_tensor", lambda device, dtype, *shape: torch.zeros(shape))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: DEFAULT_GPU)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     return found
 
 
@@ -93,7 +94,7 @@ def test_bwd_workspace_is_what_a_launch_allocates(allocated, direction, packed, 
         deterministic = direction == "bwd_det"
         plan = bwd.BwdPlan(out, q, k, v, out, q, k, v, causal, False, deterministic, options=options)
         allocated.clear()
-        plan.launch(out, q, k, v, out, lse, q, k, v, 0.1, False, None, options)
+        plan(out, q, k, v, out, lse, 0.1, False, None, options, None, q, k, v)
         problem = AttnProblem.of(name, *width, causal, direction, names)
         config, _ = configs.pick_config(
             problem.served_as, bwd_bucket(deterministic, *sizes[1:3], sizes[4]), DEFAULT_GPU, direction

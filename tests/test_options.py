@@ -211,7 +211,7 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
     dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)
     plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, options)
-    found = plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, options)
+    found = plan(dout, q, k, v, out, lse, scale, False, dlse, options, None, *grads)
 
     case.poison(0.0)
     kept = forward.combine is None

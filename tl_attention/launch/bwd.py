@@ -162,34 +162,20 @@ class BwdPlan:
         options: Options | None = None,
         traced: Call | None = None,
         dq: torch.Tensor | None = None,
+        dk: torch.Tensor | None = None,
+        dv: torch.Tensor | None = None,
     ) -> NamedGradients:
-        """Gradients of q, k, v, a sink and captured tensors, for tensors with the metadata of the plan."""
-        if torch.cuda.current_device() != self.device:
-            with torch.cuda.device(self.device):
-                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options, traced, dq)
-        new_dq, dk, dv = self.grads
-        dq, dk, dv = empty(*new_dq) if dq is None else dq, empty(*dk), empty(*dv)
-        tensors = dout, q, k, v, out, lse, dq, dk, dv
-        return self.launch(*tensors, softmax_scale, lse_base2, dlse, options, traced)
+        """Gradients of q, k, v, a sink and captured tensors, for tensors with the metadata of the plan.
 
-    def launch(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        softmax_scale: float,
-        lse_base2: bool,
-        dlse: torch.Tensor | None,
-        options: Options | None = None,
-        traced: Call | None = None,
-    ) -> NamedGradients:
-        """Write dq, dk, dv and return them, with the gradients of a sink and of captured tensors."""
+        dq, dk, dv are the tensors passed, or new ones.
+        """
+        if torch.cuda.current_device() != self.device:
+            others = softmax_scale, lse_base2, dlse, options, traced, dq, dk, dv
+            with torch.cuda.device(self.device):
+                return self(dout, q, k, v, out, lse, *others)
+        new_dq, new_dk, new_dv = self.grads
+        dq = empty(*new_dq) if dq is None else dq
+        dk, dv = empty(*new_dk) if dk is None else dk, empty(*new_dv) if dv is None else dv
         result = {"q": dq, "k": dk, "v": dv}
         if self.seen:
             self.seen.zero_others(dq)
@@ -258,7 +244,7 @@ class BwdPlan:
         """Compute the base-2 log-sum-exp and delta, dout · out - dlse, of each query: [batch, heads, rounded_q], fp32.
 
         Args:
-            out, dout: views of the plan; lse, dlse as launch takes them.
+            out, dout: views of the plan; lse, dlse as a call takes them.
             tables: of packed sequences, else None.
             pads: the padding after each packed sequence gets lse +inf and delta 0, of which the gradient of a sink reads.
         """
@@ -394,7 +380,7 @@ def backward(
         plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced, partial)
         if config is None:
             plan_cache.keep(key, plan)
-        return plan.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, options, traced)
+        return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, *grads)
     if options is not None:
         check_dropout_batch(options.dropout_p, q.shape[0], MAX_BATCH)
     return _backward_in_chunks(
@@ -465,8 +451,9 @@ def _backward_in_chunks(
         chunk = [x[first : first + MAX_BATCH] for x in tensors]
         chunk_dlse = None if dlse is None else dlse[first : first + MAX_BATCH]
         chunk_options = None if options is None else options.for_batch(first, MAX_BATCH)
-        plan = BwdPlan(*chunk[:5], *chunk[6:], *layout, config, chunk_options, partial=partial)
-        result = plan.launch(*chunk, softmax_scale, lse_base2, chunk_dlse, chunk_options)
+        (*inputs, lse), outputs = chunk[:6], chunk[6:]
+        plan = BwdPlan(*inputs, *outputs, *layout, config, chunk_options, partial=partial)
+        result = plan(*inputs, lse, softmax_scale, lse_base2, chunk_dlse, chunk_options, None, *outputs)
         if sink is not None:
             dsink += result["sink"]
     grads: NamedGradients = dict(zip("qkv", tensors[6:], strict=True))

@@ -22,8 +22,9 @@ from tl_attention.torch_ops.transforms import (
     Outputs,
     define_composite_op,
     define_op,
-    refuse_vmap,
+    empty_results,
     register_autograd_of_lists,
+    register_vmap_error,
     with_max_logits,
 )
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
@@ -136,9 +137,7 @@ def leaf_op(like: torch.Tensor, is_score: bool) -> torch.Tensor:
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Outputs:
-    batch, *n, _ = q.shape
-    rows, heads = n if not _Call(*arguments).heads_first else reversed(n)
-    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return empty_results(q, v, _Call(*arguments).heads_first)
 
 
 @define_op("flex", f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _fake_forward)
@@ -244,4 +243,4 @@ register_autograd_of_lists(flex_op, _save, _backward)
 register_autograd_of_lists(flex_max_logits_op, _save, _backward)
 register_autograd_of_lists(flex_bwd_op, None, _no_double_backward)
 for _op in (flex_op, flex_max_logits_op):
-    refuse_vmap(_op, transformed(FLEX_NAMES.function))
+    register_vmap_error(_op, transformed(FLEX_NAMES.function))

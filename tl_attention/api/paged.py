@@ -33,7 +33,7 @@ from tl_attention.torch_ops.ops import (
     launch_forward,
     scale_of,
 )
-from tl_attention.torch_ops.transforms import Outputs, with_max_logits
+from tl_attention.torch_ops.transforms import Outputs, empty_results, with_max_logits
 
 
 def attend_packed(
@@ -197,8 +197,8 @@ def _fake(
     out: torch.Tensor | None,
     *_: Any,
 ) -> Outputs:
-    result = q.new_empty((*q.shape[:2], v.shape[-1]) if out is None else 0)
-    return result, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    result, lse = empty_results(q, v, heads_first=False)
+    return result if out is None else q.new_empty(0), lse
 
 
 fwd_packed_max_logits_op.register_fake(with_max_logits(_fake))

@@ -17,6 +17,7 @@ from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.problem.options import Options
 from tl_attention.problem.program import Call
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
+from tl_attention.torch_ops.transforms import empty_results
 
 
 def run_forward(
@@ -125,12 +126,10 @@ class Shapes(torch.autograd.Function):
     def forward(ctx: Any, heads_first: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """inputs: q, k, v, captured tensors."""
         q, _, v, *_ = inputs
-        batch, heads, rows = (q.shape[i] for i in ((0, 1, 2) if heads_first else (0, 2, 1)))
-        out = q.new_empty((*q.shape[:3], v.shape[-1]))
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
         ctx.save_for_backward(q)
         ctx.names = FLEX_NAMES if heads_first else FLASH_NAMES
-        return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+        return empty_results(q, v, heads_first)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from tl_attention.checks.common import check_device
 from tl_attention.checks.transforms import check_jvp, refuse_tangents
 from tl_attention.problem.options import PLAIN_ARGUMENTS, PUBLIC_NAMES, Call, parse_arguments
 from tl_attention.reference.jvp import attention_jvp_reference
-from tl_attention.torch_ops.transforms import define_op, register_autograd, register_vmap
+from tl_attention.torch_ops.transforms import define_op, empty_results, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, their tangents
 TANGENTS = "tq", "tk", "tv"
@@ -22,11 +22,7 @@ ARGUMENT_NAMES = *Call._fields, *PUBLIC_NAMES.values()
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Outputs:
     call = Call(*others[len(TANGENTS) :])
-    batch, n1, n2, _ = q.shape
-    rows = (n1, n2) if call.heads_first else (n2, n1)
-    out, tout = (q.new_empty((*q.shape[:-1], v.shape[-1])) for _ in range(2))
-    lse, tlse = (q.new_empty((batch, *rows), dtype=torch.float32) for _ in range(2))
-    return out, lse, tout, tlse
+    return *empty_results(q, v, call.heads_first), *empty_results(q, v, call.heads_first)
 
 
 @define_op(

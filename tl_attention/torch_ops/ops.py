@@ -54,6 +54,7 @@ from tl_attention.torch_ops.jvp import (
 from tl_attention.torch_ops.transforms import (
     Outputs,
     define_op,
+    empty_results,
     register_autograd,
     register_vmap,
     with_max_logits,
@@ -69,10 +70,7 @@ DIFFERENTIABLE = "q", "k", "v", *GRADIENTS
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
-    *batch, n1, n2, _ = q.shape
-    rows = (n1, n2) if Call(*arguments[:PLAIN]).heads_first else (n2, n1)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty((*batch, *rows), dtype=torch.float32)
+    return empty_results(q, v, Call(*arguments[:PLAIN]).heads_first)
 
 
 @define_op("fwd", f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)", _fake_forward)
@@ -521,23 +519,19 @@ def attention_backward(
         or not are_plain(*tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
-    plan = None
     if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
         fixed_order = deterministic or torch.are_deterministic_algorithms_enabled()
         plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
-    if plan is None:
-        check_fwd(q, k, v, softmax_scale, causal, heads_first=True, dtypes=FWD_DTYPES)
-        check_bwd(dout, q, v, out, lse, deterministic)
-        terms = check_precision(q, precision)
-        if runs_in_bf16(q, terms):
-            given = lse, softmax_scale, causal, deterministic
-            return in_bf16(lambda *half: attention_backward(*half, *given), dout, q, k, v, out)
-        check_device_or_warn(q, traced)
-
-    scale = scale_of(q, softmax_scale)
-    if plan is not None:
-        return tuple(plan(*tensors, scale, True).values())
-    call = Call(scale, causal, True, True, deterministic)
+        if plan is not None:
+            return tuple(plan(*tensors, scale_of(q, softmax_scale), True).values())
+    check_fwd(q, k, v, softmax_scale, causal, heads_first=True, dtypes=FWD_DTYPES)
+    check_bwd(dout, q, v, out, lse, deterministic)
+    terms = check_precision(q, precision)
+    if runs_in_bf16(q, terms):
+        given = lse, softmax_scale, causal, deterministic
+        return in_bf16(lambda *half: attention_backward(*half, *given), dout, q, k, v, out)
+    check_device_or_warn(q, traced)
+    call = Call(scale_of(q, softmax_scale), causal, True, True, deterministic)
     options = options_of_terms(terms)
     if traced or not q.is_cuda:
         return tuple(run_backward_op(tensors, None, call, options).values())

@@ -24,6 +24,14 @@ _JVP = torch._C._functorch.TransformType.Jvp
 Outputs = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 
 
+def empty_results(q: torch.Tensor, v: torch.Tensor, heads_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a forward without their values, for fakes; with packed sequences heads_first is False."""
+    *outer, n1, n2, _ = q.shape
+    rows = (n1, n2) if heads_first else (n2, n1)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*outer, *rows), dtype=torch.float32)
+
+
 def with_max_logits(fake: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """The fake of an op that returns max_logits after what `fake` returns."""
 
@@ -87,8 +95,8 @@ def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable | None,
     )
 
 
-def refuse_vmap(op: torch._ops.OpOverload, error: Exception) -> None:
-    """Raise an error where an op would have to run under torch.vmap."""
+def register_vmap_error(op: torch._ops.OpOverload, error: Exception) -> None:
+    """Register an error for an op that would have to run under torch.vmap."""
 
     def rule(*arguments: Any) -> NoReturn:
         raise error

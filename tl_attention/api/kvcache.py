@@ -166,18 +166,16 @@ def flash_attn_with_kvcache(
     if not traced and switches == _SWITCHES:
         values = softmax_scale, softcap, num_splits, causal, batch_invariant
         known, signature = _look_up(tensors, values, window_size, type(cache_seqlens))
-    if known is not None and not known.takes_tensors:
-        options = known.options
-    else:
+    if known is None or known.takes_tensors:
         request = new_request(
             q, k_cache, v_cache, softmax_scale, causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
             learnable_sink=sink, num_splits=num_splits, batch_invariant=batch_invariant,
         )  # fmt: skip
-        if known is not None:
-            options = options_again(request, known.options)
-    if known is not None and tree_mask is not None:
-        options = options.with_tensors(tree_mask=tree_mask)
-    if known is None:
+    if known is not None:
+        options = options_again(request, known.options) if known.takes_tensors else known.options
+        if tree_mask is not None:
+            options = options.with_tensors(tree_mask=tree_mask)
+    else:
         check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
         check_rotary(q, k_cache, v_cache, k, rotary_cos, rotary_sin, block_table)

@@ -295,13 +295,19 @@ def test_hf_inputs_whose_last_dimension_is_not_contiguous_are_copied(seqlen_q, d
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4])
-@pytest.mark.parametrize("of", [(1, 2), (3, 1), (1, 1)], ids=["batch", "heads", "both"])
+@pytest.mark.parametrize(
+    "of", [(1, 2), (3, 1), (1, 1), (0, 1)], ids=["batch", "heads", "both", "heads_of_no_batch"]
+)
 def test_hf_decode_takes_expanded_keys(of, seqlen_q):
-    q = torch.randn(3, 4, seqlen_q, 16).bfloat16()
-    k, v = (torch.randn(*of, 12, 16).bfloat16().expand(3, 2, 12, 16) for _ in range(2))
+    batch = 3 if of[0] else 0
+    q = torch.randn(batch, 4, seqlen_q, 16).bfloat16()
+    k, v = (torch.randn(*of, 12, 16).bfloat16().expand(batch, 2, 12, 16) for _ in range(2))
     out, expected = (
         hf.attention_forward(torch.nn.Module(), q, *kv, None, is_causal=True)[0]
-        for kv in ((k, v), (k.contiguous(), v.contiguous()))
+        for kv in (
+            (k, v),
+            (k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)),
+        )
     )
     assert torch.equal(out, expected)
 

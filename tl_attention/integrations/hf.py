@@ -211,7 +211,8 @@ def attention_forward(
     }
     try:
         if _is_decode_step(q, k, v, rows) and not (packed or needs_grad or dropout):
-            k, v = (x.contiguous() if 0 in x.stride() else x for x in (k, v))
+            # Empty tensors are contiguous with any strides
+            k, v = (x.clone(memory_format=torch.contiguous_format) if 0 in x.stride() else x for x in (k, v))
             if q.shape[1] == 1:
                 q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
             attend = _decode_op if torch.compiler.is_compiling() else _decode

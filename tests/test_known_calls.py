@@ -245,6 +245,22 @@ def test_a_bound_of_lengths_in_a_tensor_is_not_kept(kernels, checks):
     assert len(checks) == 2 and not launch.fwd.plan_cache.calls
 
 
+@pytest.mark.parametrize("max_logits", [False, True])
+def test_a_call_that_launches_nothing_or_on_copies_is_not_kept(max_logits, kernels, checks):
+    q, k = torch.randn(2, 16, HEADS, 64), torch.randn(2, 0, HEADS, 64)
+    asked = {"return_attn_probs": True, "return_max_logits": max_logits}
+    for _ in range(2):
+        out, lse, _, *largest = flash_attn_func(q, k, k, **asked)
+        assert not out.any() and len(largest) == max_logits
+        assert all((x == -torch.inf).all() and x.shape == (2, HEADS, 16) for x in (lse, *largest))
+    assert len(checks) == 2 and not kernels
+    narrow = [torch.randn(2, 16, HEADS, 12, dtype=BF16) for _ in range(3)]
+    for number in (1, 2):
+        assert flash_attn_func(*narrow, **asked)[0].shape == (2, 16, HEADS, 12)
+        assert len(checks) == 2 + number and len(kernels) == number
+    assert not launch.fwd.plan_cache.calls
+
+
 @pytest.mark.parametrize("field", TENSOR_RULES)
 def test_each_tensor_of_options_is_in_the_signature(field, kernels, checks):
     rule, qkv = TENSOR_RULES[field], leaves(2, 16, HEADS, 64)

@@ -211,6 +211,19 @@ def test_vmap_over_few_samples(form, size, device):
     assert [x.shape for x in grads] == [x.shape for x in tensors]
 
 
+def test_vmap_over_lengths_and_states_of_no_samples(device):
+    q = torch.randn(0, 6, HEADS, 16, device=device)
+    bounds = torch.zeros(0, 3, dtype=torch.int32, device=device)
+    out, largest = vmap(lambda q, cu: flash_attn_varlen_func(q, q, q, cu, cu, 6, 6, return_max_logits=True))(
+        q, bounds
+    )
+    assert out.shape == q.shape and largest.shape == (0, HEADS, 6)
+    one, states = q.new_zeros(1, 6, HEADS, 16), torch.zeros(0, 2, dtype=torch.int64, device=device)
+    assert vmap(lambda x: flash_attn_func(one, one, one, 0.5, rng_state=x))(states).shape == (0, *one.shape)
+    drop = vmap(lambda q: flash_attn_func(q[None], q[None], q[None], 0.5), randomness="different")
+    assert drop(q).shape == (0, *one.shape)
+
+
 def test_vmap_over_options_of_each_sample(device):
     """Slopes, sinks and seeds of its own per sample."""
     q, k, v = random(device, *FORMS["flash"][0])

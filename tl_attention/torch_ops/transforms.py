@@ -193,6 +193,8 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
         own = {name for name, of_sample in zip(FIELDS, batched[first_option:], strict=False) if of_sample}
         if size and (options.get("dropout_p") or own.intersection(LENGTHS)):
             return _call_each(op, size, inputs, batched, tensors)
+        if not size:  # no sample has lengths or a dropout state: any will do
+            options |= {name: options[name].new_zeros(options[name].shape[1:]) for name in own - {*PER_HEAD}}
 
         varlen = options.get("cu_seqlens_q") is not None
         into_heads = varlen or any(options.get(name) is not None for name in ALIKE_IN_BATCH)

@@ -312,6 +312,14 @@ def test_hf_decode_takes_expanded_keys(of, seqlen_q):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hf_names_a_device_that_it_does_not_have(dtype):
+    q = torch.empty(1, 2, 8, 16, dtype=dtype, device="meta")
+    for mask in (None, torch.empty(1, 1, 8, 8, dtype=dtype, device="meta")):
+        with pytest.raises(NotImplementedError, match="^query: .*got meta"):
+            hf.attention_forward(torch.nn.Module(), q, q, q, mask, is_causal=True)
+
+
 PADDING = {
     "ends": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]),
     "hole": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 1]]),

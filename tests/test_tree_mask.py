@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from test_kvcache import BF16, FP16, Case
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tl_attention import draft_tree_mask, flash_attn_with_kvcache
 from tl_attention.api import kvcache
@@ -143,6 +144,12 @@ def test_draft_tree_mask_of_no_sequences_and_in_vmap():
         draft_tree_mask(torch.zeros(2, 0, dtype=torch.int32))
     parents = torch.tensor([drawn_parents(20, seed) for seed in range(3)])
     assert torch.equal(torch.vmap(draft_tree_mask)(parents), draft_tree_mask(parents))
+
+
+def test_draft_tree_mask_of_real_parents_under_fake_tensor_mode():
+    parents = torch.tensor(drawn_parents(20, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert draft_tree_mask(parents).shape == parents.shape
 
 
 def test_draft_tree_mask_is_compiled_whole():

@@ -248,7 +248,7 @@ def _prepare(request: Request, differentiate: bool, captures: Captures | None) -
     """Check the arguments of a call, trace its functions and look for options that compute them."""
     score_mod, mask_mod, block_mask, attn_bias = request.functions
     query, key, expands, names = check_request(request)
-    check_device_or_warn(query, traced=False)
+    _check_device(query, request.heads_first, traced=False)
     if attn_bias is not None:
         warn_about_mask_of_numbers(attn_bias)
     if block_mask is not None:
@@ -303,11 +303,18 @@ def check_request(request: Request) -> tuple[torch.Tensor, torch.Tensor, bool, N
     return query, key, expanded[0] is not k, names
 
 
+def _check_device(query: torch.Tensor, heads_first: bool, traced: bool) -> None:
+    try:
+        check_device_or_warn(query, traced)
+    except ARGUMENT_ERRORS as error:
+        raise (_RENAMED.of(error) if heads_first else error) from None
+
+
 def _shapes(request: Request) -> tuple[torch.Tensor, ...]:
     """Results of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
     query, *_ = check_request(request)
     q, k, v, _, _, _, precision, *_ = request
-    check_device_or_warn(query, traced=True)
+    _check_device(query, request.heads_first, traced=True)
     check_precision(q, precision)
     score_mod, mask_mod, block_mask, attn_bias = request.functions
     captures = Captures.of(score_mod, mask_mod if block_mask is None else block_mask.mask_mod, attn_bias)

@@ -187,7 +187,8 @@ def _nodes(name: str, x: Any, padding: int) -> NodeValues:
 
 def _is_read(x: torch.Tensor) -> bool:
     """True for a tensor whose values the host has, or is asked to wait for."""
-    if isinstance(x, FakeTensor) or torch._C._functorch.is_batchedtensor(x):
+    is_faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_faked or isinstance(x, FakeTensor) or torch._C._functorch.is_batchedtensor(x):
         return False
     return x.device.type == "cpu" or (ALWAYS and x.is_cuda and not skips_check(x))
 

@@ -243,8 +243,9 @@ def _cast(
     single = [x.dtype == torch.float32 for x in qkv]
     if not any(single):
         return qkv
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         return tuple(x.to(dtype) if is_single else x for x, is_single in zip(qkv, single, strict=True))
     dtype = _weights_dtype(module) if single[0] else None
     return qkv if dtype is None else tuple(x.to(dtype) for x in qkv)

@@ -334,6 +334,13 @@ def test_prefix_tree_refuses(arguments, error, words):
             function(*arguments[:3], device=arguments[3] if len(arguments) > 3 else None)
 
 
+def test_lists_do_not_follow_the_default_device():
+    with torch.device("meta"):
+        mask = block_masks.prefix_tree([-1, 0, 0], [3, 4, 2], device="cpu")
+        positions = block_masks.prefix_tree_positions([-1, 0, 0], [3, 4, 2], device="cpu")
+    assert mask.kv_indices.device.type == positions.device.type == "cpu"
+
+
 def test_prefix_tree_refuses_words_of_its_arguments():
     with pytest.raises(ValueError, match=r"^block_size: expected an int from 1"):
         block_masks.prefix_tree([-1], [3], device="cpu", block_size=0)

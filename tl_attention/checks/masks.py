@@ -181,7 +181,7 @@ def _nodes(name: str, x: Any, padding: int) -> NodeValues:
     counts = [len(row) for row in rows]
     if not max(counts):
         raise ValueError(f"{name}: expected at least one node, got {describe(x)}")
-    padded = torch.tensor([[*row, *[padding] * (max(counts) - len(row))] for row in rows])
+    padded = torch.tensor([[*row, *[padding] * (max(counts) - len(row))] for row in rows], device="cpu")
     return NodeValues(padded if is_batch else padded[0], counts, rows)
 
 

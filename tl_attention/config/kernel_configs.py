@@ -37,16 +37,15 @@ KV_STAGES = 2
 # Number of adjacent cache rows that a kernel may assume: 0: keys without pages; else a divisor of the page size
 PAGE_ROWS = (0, 16, 64)
 
-# Key blocks of a decode that a CTA has at least: with fewer, merging takes longer than another CTA saves
+# What divides a decode among CTAs, fitted to an H200 on 2026-11-30 (docs/notes/2026-11-30-items-of-a-decode.md, -equal-splits.md).
+# Key blocks that a CTA has at least: with fewer, merging takes longer than another CTA saves
 MIN_BLOCKS_PER_CTA = 2
-
-# Bytes of keys and values that an SM reads in the time that an item of a decode takes beside them, by consumer warpgroups. With a batch of
-# ragged lengths they keep CTAs that have many short sequences from being the last: 1 and 12 queries, 200 and 100 sequences, took 90 and
-# 162 us, and take 79 and 126 (H200, 2026-11-30)
+# Bytes of keys and values that an SM reads in the time that an item takes beside them, by consumer warpgroups
 BYTES_OF_AN_ITEM = {1: 128 * 1024, 2: 192 * 1024}
-
-# Partials of an item of a decode from which on a kernel merges more of them at a time. With one sequence, 8 query heads and one key
-# head of 32k and 128k keys, a decode takes 14.2 and 27.5 us in place of 17.7 and 33.8 (H200, 2026-11-30)
+# Keys that a CTA may have more than the mean, for equal splits: as many as take about as long as merging the partials of an item, and
+# beyond them a sixteenth of the mean, at most MORE_KEYS
+KEYS_OF_A_MERGE, MORE_KEYS = 192, 384
+# Partials of an item from which on the kernel that merges them loads more at a time
 MANY_PARTIALS = 64
 
 # Fields of an entry of Merges, which DecodeCombine reads, and the int32 numbers that an entry has room for
@@ -474,7 +473,8 @@ class DecodeConfig:
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem."""
-        return [(problem, self), self.combine(problem), self.combine(problem, MANY_PARTIALS)]
+        combines = dict.fromkeys((self.combine(problem), self.combine(problem, MANY_PARTIALS)))
+        return [(problem, self), *combines]
 
     def __str__(self) -> str:
         text = f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_per_sm}"
@@ -499,10 +499,9 @@ class DecodeCombine:
     @classmethod
     def for_partials(cls, partials: int, columns: int, divides_columns: bool) -> DecodeCombine:
         """The config for items of so many partials. With many, fewer rows per CTA leave registers for more loads at a time."""
-        if partials < MANY_PARTIALS:
+        if partials < MANY_PARTIALS or columns != 128:  # other widths were not measured
             return cls(divides_columns)
-        rows = 2 if columns % 64 == 0 else 4  # as the threads divide rows x columns evenly
-        return cls(divides_columns, rows, at_once=32 if rows * columns <= 256 else 16)
+        return cls(divides_columns, rows=2, at_once=32)
 
     def __str__(self) -> str:
         text = f"decode combine {self.rows}x{self.at_once}"

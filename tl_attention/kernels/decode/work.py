@@ -19,16 +19,19 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.config.kernel_configs import MANY_PARTIALS, MIN_BLOCKS_PER_CTA, DecodeConfig
+from tl_attention.config.kernel_configs import (
+    KEYS_OF_A_MERGE,
+    MANY_PARTIALS,
+    MIN_BLOCKS_PER_CTA,
+    MORE_KEYS,
+    DecodeConfig,
+)
 from tl_attention.kernels.seams.pipeline import sync_warpgroup
 from tl_attention.kernels.seams.roles import WARPGROUP
 from tl_attention.problem.attn_problem import AttnProblem
 
 # Bits of the kernel argument `present`: which optional tensors a launch has
 HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX = 1, 2, 4
-# Keys that a CTA may have more than the mean, for equal splits: as many as take about as long as merging the partials of an item, and
-# beyond them a sixteenth, at most MORE_KEYS (H200, 2026-11-30, docs/notes/2026-11-30-equal-splits.md)
-KEYS_OF_A_MERGE, MORE_KEYS = 192, 384
 
 
 def rolled(steps: Any) -> Any:
@@ -295,13 +298,14 @@ class WorkShare:
         self.m_block[0] = self.item[0] - self.kv_head[0] * sizes.m_blocks
         self.item[0] += self.b[0] * sizes.items_per_sequence
         if self.split_rule[0] == 0:
-            self.unit[0] = T.max(self.unit[0], self.item_unit[0] + sizes.item_blocks)
-            self.start_block[0] = self.first_block[0] + self.unit[0] - self.item_unit[0] - sizes.item_blocks
+            first_key_unit = self.item_unit[0] + sizes.item_blocks
+            self.unit[0] = T.max(self.unit[0], first_key_unit)
+            self.start_block[0] = self.first_block[0] + self.unit[0] - first_key_unit
             self.steps[0] = T.max(
                 T.min(self.item_unit[0] + self.units_per_item[0], self.end_unit[0]) - self.unit[0], 0
             )
             # The first CTA that has key blocks of the item, until its number in the item is known
-            self.part[0] = self.cta_of(self.item_unit[0] + sizes.item_blocks)
+            self.part[0] = self.cta_of(first_key_unit)
             self.parts[0] = self.cta_of(self.item_unit[0] + self.units_per_item[0] - 1) - self.part[0] + 1
             # Slot of a segment: CTA + item, here as first_slot + part. One of them grows from a segment to the next, so no two share one
             self.first_slot[0] = self.part[0] + self.item[0]

@@ -416,6 +416,18 @@ def test_recording_refuses_to_read_values_outside_of_compiled_code():
             recorded("score_mod", function)
 
 
+def test_numbers_beside_indices_do_not_follow_the_default_device(learned):
+    q, bias = rows("cpu").detach(), learned.bias.detach()
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[1, q_idx]
+
+    run, _ = compiled(lambda q: flex_attention(q, q, q, score_mod), "cpu", "eager")
+    with torch.device("meta"):
+        found = run(q)
+    assert torch.equal(found, flex_attention(q, q, q, score_mod))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_flex_exports(learned, strict):
     class Layer(torch.nn.Module):

@@ -179,7 +179,7 @@ def _element(function: str, tensor: torch.Tensor, index: Any) -> torch.Tensor:
                 " dimensions"
             )
     given = [
-        None if isinstance(i, slice) else i if isinstance(i, torch.Tensor) else torch.tensor(i)
+        None if isinstance(i, slice) else i if isinstance(i, torch.Tensor) else torch.tensor(i, device="cpu")
         for i in positions
     ]
     return torch.ops.aten.index.Tensor(tensor, given)

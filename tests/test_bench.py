@@ -422,7 +422,7 @@ def test_bench_builds_the_kernels_of_all_rows_ahead() -> None:
     assert all(config.is_ordered for config in summed)
     paged = Shape.parse("8,64,8,4,8192,128,causal,page=16,ragged")
     kernels = ahead.kernels_of_rows([paged], "decode", "bfloat16")
-    assert kernels[0][1].page_rows == 16 and len(kernels) == 3, "decode, combine, append"
+    assert kernels[0][1].page_rows == 16 and len(kernels) == 4, "decode, two that merge, append"
     assert ahead.kernels_of_rows([Shape.parse("1,1,1,9,9,512,full")], "fwd", "bfloat16") == []
 
 

@@ -49,7 +49,7 @@ def test_split_rule():
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "slots", "entries"), [(0, 2 * 132 + 16, 264), (5, 80, 16), (BATCH_INVARIANT, 1, 16)]
+    ("num_splits", "slots", "entries"), [(0, 2 * 132 + 16, 16), (5, 80, 16), (BATCH_INVARIANT, 1, 16)]
 )
 def test_each_partial_output_has_a_slot(num_splits, slots, entries):
     config = replace(configs.decode_config(D128, 8), batch_invariant=num_splits == BATCH_INVARIANT)

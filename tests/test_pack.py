@@ -46,7 +46,7 @@ WORDS = (
     "bf16",
     "d64",
     "full",
-    "combine 4",
+    "combine",
 )  # three quick kernels: one with TMA, two with programmatic dependent launch
 PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 

@@ -69,8 +69,8 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
     if isinstance(config, DecodeConfig):
         return _decode_smem_bytes(problem, config)
     if isinstance(config, DecodeCombine):
-        # Per row: a weight per split in flight, their scale, its query and head
-        return FP32_BYTES * config.rows * (config.at_once + 3)
+        # Per row: a weight per split in flight, and in arrays at multiples of 16 bytes their scale, its query and head
+        return FP32_BYTES * (config.rows * config.at_once + 3 * -(-config.rows // 4) * 4)
     if isinstance(config, AppendConfig | BwdReduce):
         return 0
     if isinstance(config, FirstTermsConfig):

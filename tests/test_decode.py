@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tl_attention import launch
+from tl_attention.compilation import compiler
 from tl_attention.config import configs
+from tl_attention.config.kernel_configs import MANY_PARTIALS, append_kernel
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem.attn_problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
 from tl_attention.problem.options import BATCH_INVARIANT, Cache, Options
@@ -102,3 +105,22 @@ def test_plans_are_found_by_metadata(monkeypatch):
     assert plan(k[:, :16]) is plan(k[:, :16]) is made[1]
     assert plan(k, 2) is plan(k, 2) is made[2]
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("name", ["append", "decode", "merge"])
+def test_kernels_of_a_decode_wait_for_the_kernel_before_them(name):
+    """They launch before its end, so nothing may be read or written before the wait."""
+    pytest.importorskip("tilelang")
+    few, many = configs.decode_configs(D128)
+    kernels = {
+        "append": append_kernel("bfloat16"),
+        "decode": (D128, replace(many, page_rows=16)),
+        "merge": few.combine(D128, MANY_PARTIALS),
+    }
+    source, _ = compiler.lower(*kernels[name])
+    signature, body = re.search(r"__launch_bounds__\([^)]*\) \w+\((.*?)\) \{(.*)", source, re.S).groups()
+    before, wait, _ = body.partition("cudaGridDependencySynchronize();")
+    pointers = re.findall(r"\*(?: __restrict__)? (\w+)", signature)
+    assert wait and len(pointers) > 3
+    assert [x for x in pointers if re.search(rf"\b{x}\b", before)] == []
+    assert "return" not in before

@@ -294,7 +294,7 @@ def _decode_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
         kind = rng.choices(("any", "crowd", "alone"), (8, 1, 1))[0]
         if kind == "crowd":  # more sequences than lanes of a warp, more items than CTAs
             batch, heads_kv = (300, 1) if is_latent else (40, 8)
-        elif kind == "alone":  # one item, which all CTAs share
+        elif kind == "alone":  # one item, which many CTAs share
             batch, heads_kv = 1, 1
         new = rng.choice((0, 0, 1, queries, rng.randint(1, 20)))
         lengths, leftpad = [], []

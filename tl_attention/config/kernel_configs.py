@@ -38,14 +38,15 @@ KV_STAGES = 2
 PAGE_ROWS = (0, 16, 64)
 
 # What divides a decode among CTAs, fitted to an H200 on 2026-11-30 (docs/notes/2026-11-30-items-of-a-decode.md, -equal-splits.md).
-# Key blocks that a CTA has at least: with fewer, merging takes longer than another CTA saves
+# Key blocks that an equal split has at least, and work units that a CTA has: with fewer, merging takes longer than another CTA saves
 MIN_BLOCKS_PER_CTA = 2
-# Bytes of keys and values that an SM reads in the time that an item takes beside them, by consumer warpgroups
+# Bytes of keys and values that an SM reads in the time that an item takes beside them, by consumer warpgroups; fitted at d128
 BYTES_OF_AN_ITEM = {1: 128 * 1024, 2: 192 * 1024}
 # Keys that a CTA may have more than the mean, for equal splits: as many as take about as long as merging the partials of an item, and
 # beyond them a sixteenth of the mean, at most MORE_KEYS
 KEYS_OF_A_MERGE, MORE_KEYS = 192, 384
-# Partials of an item from which on the kernel that merges them loads more at a time
+# Partials of an item from which on the kernel that merges them loads more at a time. More equal splits than that have twice as many key
+# blocks at least
 MANY_PARTIALS = 64
 
 # Fields of an entry of Merges, which DecodeCombine reads, and the int32 numbers that an entry has room for

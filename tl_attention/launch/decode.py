@@ -144,8 +144,8 @@ class DecodePlan:
         m_blocks, ctas, slots, entries = _launch_sizes(
             config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
         )
-        most_splits = capacity // (MIN_BLOCKS_PER_CTA * config.block_N)
-        partials = min(slots // (batch * heads_kv * m_blocks), most_splits)
+        most_partials = capacity // (MIN_BLOCKS_PER_CTA * config.block_N)
+        partials = min(slots // (batch * heads_kv * m_blocks), most_partials)
         self.kernel, combine = compiled[problem, config], compiled[config.combine(problem, partials)]
         partial_shape = slots, config.warpgroups, min(rows, TILE_ROWS)
         self.o_partials = dense((*partial_shape, config.columns(problem)))

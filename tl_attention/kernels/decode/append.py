@@ -107,7 +107,7 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
         # In one dimension, as the others of a grid end at 65,535
         with T.Kernel(rows * batch, threads=threads) as number:
             T.pdl_trigger()  # the decode may launch; it waits for the end of this kernel
-            T.pdl_sync()  # this kernel launched before the one before it has ended
+            T.pdl_sync()  # the kernel before this one has ended
             i = T.alloc_var("int32", init=T.truncmod(number, rows))
             b = T.alloc_var("int32", init=T.truncdiv(number, rows))
             thread = T.get_thread_binding()

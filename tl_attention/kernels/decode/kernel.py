@@ -1,11 +1,11 @@
 """Attention of a few queries per sequence to a long cache of keys and values, for Hopper.
 
 The kernel is bound by memory: it reads each byte of the cache once. The queries of all heads that share a key head are the rows of its
-tiles (packed GQA). Persistent CTAs divide the work units of all sequences and key heads evenly (work.py). A unit is a key block, so that
-they share all keys, or a split of a sequence's keys where that is as even: the splits over keys of Flash-Decoding (Dao et al. 2023) in the
-persistent order of FlashMLA. A producer warp loads key blocks by TMA, with or without pages. Each consumer warpgroup computes 64 rows by
-online softmax. With v_in_k (multi-head latent attention: V is the first columns of K) all warpgroups compute S of the same 64 rows, and
-each its own columns of O.
+tiles (packed GQA). Persistent CTAs divide the work units of all sequences and key heads evenly (work.py). Units are key blocks and the
+time beside them, so that CTAs share all keys, or splits of a sequence's keys where that is as even: the splits over keys of
+Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA, with or without pages. Each
+consumer warpgroup computes 64 rows by online softmax. With v_in_k (multi-head latent attention: V is the first columns of K) all
+warpgroups compute S of the same 64 rows, and each its own columns of O.
 
 If several CTAs share an item, each writes a partial, O and lse in fp32, and combine.py merges the partials. Merging in the last CTA
 that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
@@ -460,8 +460,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     ):
         options = declare(option_types)
         with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as cta:
-            T.pdl_trigger()  # combine.py may launch; it waits for the end of this kernel
-            T.pdl_sync()  # this kernel launched before the one before it has ended
+            T.pdl_trigger()  # the next kernel, combine.py, may launch; it waits for the end of this one
+            T.pdl_sync()  # the kernel before this one has ended
             T.annotate_min_blocks_per_sm(config.ctas_per_sm)
             query_tiles = 1 if config.divides_columns else config.warpgroups
             Q_shared = pipeline.alloc_swizzled([query_tiles, 64, head_dim], dtype_of("q"))

@@ -2,9 +2,9 @@
 
 Work item: one sequence, one key head and one query block of block_M rows. Items are numbered by sequence, then key head, then query block.
 Work unit: what CTAs divide. All items of a sequence have the same number of work units, by the split rule:
-    0: one unit per key block, after those that stand for the time an item takes beside its keys: to begin, and to store its result. CTAs
-        share all units evenly, and the range of a CTA may begin and end inside an item. Where it is about as even, as with sequences of
-        equal lengths, CTAs have whole items, or one of n splits as by -n: fewer partials, or none.
+    0: first `item_blocks` units for the time that an item takes beside its keys, to begin and to store its result; then one per key block.
+        CTAs share all units evenly, and the range of a CTA may begin and end inside an item. Where it is about as even, as with
+        sequences of equal lengths, CTAs have whole items, or one of n splits as by -n: fewer partials, or none.
     n > 0: one unit per split of n key blocks, so that the splits of a sequence do not depend on other sequences.
     -n < 0: n splits of equal size, one unit each; fewer where a sequence has fewer key blocks.
 Segment: the key blocks of one item that one CTA processes without a break. An item of several segments is merged by

@@ -881,9 +881,8 @@ def test_no_length_batch_page_or_split_compiles_a_kernel():
     for page in (None, 16, 64):
         for how in ({}, {"batch_invariant": True}):
             Case(page=page, new=1, rotary=(64, True), device="cuda").check(**how)
-            Case(page=page, seqlen_q=70, device="cuda").check(
-                **how
-            )  # more than 64 rows of queries per key head
+            # More than 64 rows of queries per key head
+            Case(page=page, seqlen_q=70, device="cuda").check(**how)
     before = building.compile_count()
     for page in (None, 16, 48, 64, 320):
         for seqlen_q, lengths in ((1, (3,)), (5, (100, 2000, 17)), (70, (5, 300) * 20)):

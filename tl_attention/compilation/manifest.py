@@ -149,7 +149,7 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     "fp32-highest d128 full window softcap alibi sink dropout varlen, 128x48 grid kv1": (
         "spill_bytes: expected 0, got 40",
     ),
-    # All options at once, of a consumer or the producer (nvcc 13.0.88); not timed
+    # Two registers, with all options but a tree at once (nvcc 13.0.88); not timed
     **{
         f"{dtype} d128 full window softcap alibi sink, decode 2x128x2x1": ("spill_bytes: expected 0, got 8",)
         for dtype in ("bf16", "fp16")

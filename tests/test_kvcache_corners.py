@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from tl_attention import flash_attn_with_kvcache
+from tl_attention import flash_attn_varlen_func, flash_attn_with_kvcache, kvcache_workspace_bytes
 from tl_attention.api import kvcache
 from tl_attention.problem.options import Cache
+
+sys.path.insert(0, str(Path(__file__).parent))
+from protocol.launches import recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16
@@ -113,3 +119,30 @@ def test_kvcache_a_known_call_takes_sequences_as_windows_alone(window):
         flash_attn_with_kvcache(**some, window_size=(left, right))
     with pytest.raises(TypeError, match=r"^window_size: expected a pair \(left, right\), got"):
         flash_attn_with_kvcache(**some, window_size=window)
+
+
+def test_no_kernel_reads_an_empty_table_of_pages():
+    """A table without columns has room for no key, also after a call with another table, and needs no workspace."""
+    q, pages = torch.randn(2, 1, 4, 64).bfloat16(), torch.randn(8, 16, 2, 64).bfloat16()
+    table, ends = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    workspace = torch.empty(kvcache_workspace_bytes(2, 1, 4, 2, 64, 0), dtype=torch.uint8)
+
+    def decode(table, **others):
+        some = {"cache_seqlens": lengths, "return_softmax_lse": True}
+        return flash_attn_with_kvcache(q, pages, pages, block_table=table, **some, **others)
+
+    def prefill(table):
+        some = {"block_table": table, "seqused_k": lengths, "return_attn_probs": True}
+        return flash_attn_varlen_func(q[:, 0], pages, pages, ends, None, 1, 16, **some)[:2]
+
+    with recording() as launches:
+        for call in (decode, prefill):
+            call(table)
+            before = len(launches)
+            results = [call(table[:, :0])]
+            if call is decode:
+                results.append(call(table[:, :0], workspace=workspace))
+            assert len(launches) == before > 0
+            for out, lse in results:
+                assert not out.any() and (lse == -torch.inf).all()

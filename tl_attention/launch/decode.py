@@ -250,7 +250,8 @@ def attend_cache(
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
-    if not q.numel() or not cache.k.numel() or not cache.v.numel():
+    without_pages = cache.block_table is not None and not cache.block_table.numel()
+    if not q.numel() or not cache.k.numel() or not cache.v.numel() or without_pages:
         return _attend_nothing(q, cache.v.shape[3], options)
     plan = decode_plan(q, cache, options)
     if plan is None:

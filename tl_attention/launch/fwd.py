@@ -391,6 +391,8 @@ def fwd_plan(
 
     The arguments are those of forward(). The plan of an explicit config is not kept.
     """
+    if block_table is not None and not block_table.numel():  # whatever the plan of a call with another table
+        return None
     key = qkv_key(q, k, v, causal, heads_first)
     if options is not None:
         key += options.key
@@ -408,8 +410,7 @@ def fwd_plan(
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan
-    without_keys = not k.numel() or (block_table is not None and not block_table.numel())
-    if has_odd_columns(q, v) or not q.numel() or without_keys or has_no_sequences(options):
+    if has_odd_columns(q, v) or not q.numel() or not k.numel() or has_no_sequences(options):
         return None
     if torch.cuda.current_device() != q.device.index:
         others = options, block_table, out, traced, lse, max_logits, deterministic, config

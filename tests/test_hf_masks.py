@@ -312,6 +312,35 @@ def test_hf_decode_takes_expanded_keys(of, seqlen_q):
     assert torch.equal(out, expected)
 
 
+def _of_wider_rows(columns, first):
+    return lambda batch, rows: torch.randn(batch, 2, rows, columns).bfloat16()[..., first : first + 16]
+
+
+UNREADABLE = {
+    "rows of 20 columns": _of_wider_rows(20, 0),
+    "an address of 8 bytes": _of_wider_rows(32, 4),
+    "caches 1.5 rows apart": lambda batch, rows: (
+        torch.randn(5000).bfloat16().as_strided((batch, 2, rows, 16), (24 * rows + 8, 16, 32, 1))
+    ),
+    "negated": lambda batch, rows: torch._neg_view(torch.randn(batch, 2, rows, 16).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_hf_decode_copies_keys_and_values_that_no_cache_can_be(name, compiled):
+    """A decode step takes what longer calls take; an error said that a cache is never copied."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 1, 16).bfloat16(), *(UNREADABLE[name](2, 12) for _ in range(2))
+
+    def attend(*qkv):
+        return hf.attention_forward(torch.nn.Module(), *qkv, None, is_causal=True)[0]
+
+    expected = attend(q, k.resolve_neg().contiguous(), v.resolve_neg().contiguous())
+    found = torch.compile(attend, backend="eager", fullgraph=True)(q, k, v) if compiled else attend(q, k, v)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hf_names_a_device_that_it_does_not_have(dtype):
     q = torch.empty(1, 2, 8, 16, dtype=dtype, device="meta")

@@ -7,6 +7,7 @@ same metadata skips them. lengths.py holds the checks of values on the GPU.
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tl_attention.checks.common import (
     ONE_PER_SEQUENCE,
@@ -145,6 +146,20 @@ def check_page_strides(name: str, x: torch.Tensor) -> None:
         )
     if x.shape[0] > 1 and x.shape[1] > 1:
         check_cache_strides(name, x, x.stride(0), x.stride(1))
+
+
+def is_cache(x: torch.Tensor) -> bool:
+    """True for a tensor [caches, rows, heads_kv, columns] that kernels read where it is: see check_page_strides and check_addresses."""
+    try:
+        check_page_strides("k_cache", x)
+    except ValueError:
+        return False
+    if isinstance(x, FakeTensor):
+        return True
+    try:
+        return not (x.data_ptr() & 15 or x.is_neg())
+    except RuntimeError:  # no memory, as inside torch.vmap
+        return True
 
 
 def check_pages(

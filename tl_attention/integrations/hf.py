@@ -19,6 +19,7 @@ from tl_attention.checks.common import (
     expect_scale,
     expect_softcap,
 )
+from tl_attention.checks.kvcache import is_cache
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations.hf_checks import (
     VARLEN_ROWS,
@@ -122,7 +123,7 @@ def attention_forward(
             dtype of autocast, of a quantized model or of the layer's first Linear, as in transformers' flash_attention_2; inside autocast
             a key or value in float32 is cast, too.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v]. Like query they are copied if their last dimension is not
-            contiguous, and if they are expanded in a decode step.
+            contiguous, and in a decode step if they are expanded or TMA cannot read them where they are.
         attention_mask: the result of attention_mask(), which is the whole mask: is_causal, sliding_window and the attributes of the layer
             change nothing beside it. Or a BlockMask or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be
             added to the scores, to which the same applies. None: no mask but that of is_causal and sliding_window.
@@ -211,8 +212,6 @@ def attention_forward(
     }
     try:
         if _is_decode_step(q, k, v, rows) and not (packed or needs_grad or dropout):
-            # Empty tensors are contiguous with any strides
-            k, v = (x.clone(memory_format=torch.contiguous_format) if 0 in x.stride() else x for x in (k, v))
             if q.shape[1] == 1:
                 q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
             attend = _decode_op if torch.compiler.is_compiling() else _decode
@@ -396,7 +395,12 @@ def _decode(
     sink: torch.Tensor | None,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """flash_attn_with_kvcache without new keys, as a torch op: its arguments have types that an op may have."""
+    """flash_attn_with_kvcache without new keys, as a torch op: its arguments have types that an op may have.
+
+    Keys and values that a cache cannot be are copied.
+    """
+    # Not contiguous(), as empty tensors are contiguous with any strides
+    k, v = (x if is_cache(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
     return kvcache.flash_attn_with_kvcache(
         q,
         k,

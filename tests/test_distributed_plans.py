@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
-from tl_attention.distributed import roll, shards
+from tl_attention.distributed import functions, roll, shards
 from tl_attention.distributed.choice import choose, remote_rows
 from tl_attention.distributed.gather import gather_plan
+from tl_attention.distributed.group import Ranks
 from tl_attention.distributed.layout import (
     Layout,
     balanced_layout,
@@ -301,3 +302,19 @@ def test_objects_of_ranks_travel_by_the_gpu_of_the_tensors(monkeypatch, backends
     )
     ranks = SimpleNamespace(group=group, world=2)
     assert roll.gathered(ranks, "x", device and torch.device(device)) == ["x", "x"] and used == [current]
+
+
+def test_ranks_take_a_strided_state_of_dropout_contiguous(monkeypatch):
+    """Kernels read its memory."""
+    seen = []
+
+    def forward(q, k, v, given):
+        seen.append(given.rng_state)
+        return q, None, []
+
+    monkeypatch.setattr(functions, "ranks_of", lambda group: Ranks(None, 0, 2))
+    monkeypatch.setattr(functions, "_prepared", lambda *_: SimpleNamespace(training=False, forward=forward))
+    q, state = torch.zeros(1, 8, 2, 16), torch.tensor([5, 0, 7, 0])[::2]
+    distributed.attention(q, q, q, dropout_p=0.5, rng_state=state)
+    (found,) = seen
+    assert found.is_contiguous() and found.tolist() == [5, 7]

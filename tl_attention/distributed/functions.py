@@ -118,6 +118,7 @@ def attention(
         if rng_state is None:
             rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
             dist.broadcast(rng_state, dist.get_global_rank(ranks.group, 0), ranks.group)
+        rng_state = rng_state.contiguous()
     else:
         rng_state = None
     slopes = None if alibi_slopes is None else as_stored(alibi_slopes.detach()).contiguous()

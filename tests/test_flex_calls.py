@@ -545,6 +545,22 @@ def test_functions_capture_tensors_whose_sizes_are_symbols(qkv):
     torch.testing.assert_close(graph(*qkv, bias), attend(*qkv, bias))
 
 
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+@pytest.mark.parametrize("kind", ["added", "mask", "constant index"])
+def test_make_fx_records_dense_biases_and_constant_indices(kind, mode, qkv):
+    """No value of a tensor is read: a tracer has none, and on a GPU the host would wait for it."""
+
+    def attend(q, k, v, bias):
+        if kind == "constant index":
+            return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[0, 0, 3, kv_idx])
+        return flex_attention(q, k, v, attn_bias=bias)
+
+    bias = torch.randn(1, 1, LENGTH, LENGTH)
+    bias = bias > 0 if kind == "mask" else bias
+    graph = make_fx(attend, tracing_mode=mode)(*qkv, bias)
+    torch.testing.assert_close(graph(*qkv, bias), attend(*qkv, bias))
+
+
 MALFORMED = {
     "window-short": {"window_size": (-1,)},
     "window-long": {"window_size": (-1, None, None)},

@@ -311,10 +311,12 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
 
 
 def warn_about_mask_of_numbers(bias: torch.Tensor) -> None:
-    """Warn about a float attn_bias on the CPU that has only zeros and ones, both of them. On a GPU reading the values would wait for it."""
+    """Warn about a float attn_bias on the CPU that has only zeros and ones, both of them. On a GPU reading the values would wait for it,
+    and a tracer such as make_fx cannot read them.
+    """
     if type(bias) is not torch.Tensor or bias.device.type != "cpu" or bias.dtype == torch.bool:
         return
-    if bias.requires_grad:  # learned
+    if bias.requires_grad or torch._C._len_torch_dispatch_stack():  # learned, or traced
         return
     ones = bias == 1
     if bool(ones.any()) and not bool(ones.all()) and bool((ones | (bias == 0)).all()):

@@ -37,7 +37,8 @@ def program_values(
         elif value.op == "load":
             tensor = call.tensors[value.data]
             index = program_index(call, value.args, tensor.shape, [found[arg] for arg in value.args])
-            found[i] = (tensor[index] if index else tensor).to(value_dtype)
+            # Not tensor[index], which reads an index of no dimensions, and so waits for the GPU
+            found[i] = (torch.ops.aten.index.Tensor(tensor, index) if index else tensor).to(value_dtype)
         else:
             x = evaluate(value, [found[arg] for arg in value.args], device)
             found[i] = x.to(dtype) if value.dtype == FLOAT else x

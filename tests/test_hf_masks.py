@@ -378,6 +378,28 @@ def test_hf_mask_without_a_function(causal, local_size, padding):
     assert torch.allclose(out.double()[tokens], expected.transpose(1, 2)[tokens], atol=0.02)
 
 
+@pytest.mark.parametrize("first_query", [0, 2, torch.tensor(0)], ids=["0", "2", "tensor"])
+@pytest.mark.parametrize("keys", [8, 12, 5])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_hf_bidirectional_window_of_other_keys_follows_positions(keys, padded, first_query):
+    """As a layer of cross-attention asks for it; options would count from the last key."""
+    q, k, v = torch.randn(2, 2, 8, 16), *torch.randn(2, 2, 2, keys, 16)
+    padding = torch.ones(2, keys, dtype=torch.bool)
+    padding[1, keys - 2 :] = not padded
+    mask = hf.attention_mask(
+        2, 8, keys, first_query, mask_function=sliding_window_bidirectional_mask_function(3), attention_mask=padding,
+        local_size=3, allow_is_bidirectional_skip=True,
+    )  # fmt: skip
+    out, _ = hf.attention_forward(torch.nn.Module(), q, k, v, mask)
+    distance = torch.arange(8)[:, None] + int(first_query) - torch.arange(keys)
+    seen = ((distance.abs() <= 3) & padding[:, None])[:, None]
+    scores = (q.double() @ k.double().mT / 4).masked_fill(~seen, -torch.inf)
+    expected = (torch.softmax(scores, -1).nan_to_num() @ v.double()).transpose(1, 2)
+    same = int(first_query) + 8 == keys  # queries are the keys' tokens: rows of padding have no meaning
+    tokens = padding if same else slice(None)
+    torch.testing.assert_close(out[tokens].double(), expected[tokens], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("function", [3, torch.ones(8, 8).bool()], ids=["int", "tensor"])
 def test_hf_mask_refuses_what_is_no_function(function):
     with pytest.raises(

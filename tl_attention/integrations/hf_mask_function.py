@@ -40,7 +40,7 @@ def attention_mask(
     with a sliding window, packed sequences or chunks, and with padding before and after each sequence, run the kernels of the options.
     mask_function and padding are checked (one sync; none for transformers' causal or full mask without padding): any other mask becomes a
     BlockMask, with which flex_attention skips hidden blocks. In torch.compile and CUDA graph capture they are checked on the device without
-    a wait, and any other mask fails there.
+    a wait, and any other mask fails there. A bidirectional window whose last query is not at the last key becomes a BlockMask everywhere.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
@@ -83,7 +83,9 @@ def attention_mask(
         # Keys without a column are padding. With a static cache, whose `end` is a tensor, those are keys that nobody sees yet
         present = min(end, kv_length) if isinstance(end, int) else min(kv_length, 1)
         tokens = pad(tokens, (0, max(present - tokens.shape[1], 0))) if kv_length else None
-    if use_vmap:
+    if use_vmap or (
+        local_size is not None and not causal and _ends_elsewhere(first_query + q_length, kv_length)
+    ):
         mask.padded = tokens is not None and (is_traced() or not tokens.all())
         return _with_blocks(mask, *sizes, function, attention_mask, device)
     begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -128,6 +130,22 @@ def attention_mask(
             rows.append(pad(begin_k, (0, batch_size + 1)))
     mask.rows = torch.stack(rows).to(torch.int32)
     return mask
+
+
+def _ends_elsewhere(end: int | torch.Tensor, kv_length: int) -> bool:
+    """True if the last query is not at the last key. Options align a bidirectional window with both.
+
+    Args:
+        end: column after that of the last query; a tensor is read, where nothing traces it.
+    """
+    if isinstance(end, torch.Tensor) and is_traced():
+        torch._assert_async(
+            (end == kv_length).all(),
+            "attention_mask: expected a bidirectional window of as many queries as keys in torch.compile and CUDA graphs, got other keys;"
+            " make the mask outside",
+        )
+        return False
+    return bool(end != kv_length)
 
 
 def _function_of(causal: bool, local_size: int | None) -> Callable:

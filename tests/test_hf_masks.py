@@ -400,6 +400,18 @@ def test_hf_bidirectional_window_of_other_keys_follows_positions(keys, padded, f
     torch.testing.assert_close(out[tokens].double(), expected[tokens], atol=1e-4, rtol=1e-4)
 
 
+def test_hf_bidirectional_window_of_other_keys_compiles():
+    """The function of transformers has Python's abs(), which torch 2.13 hides from flex_attention."""
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 12, 16)
+
+    def attend(q, k):
+        window = {"mask_function": sliding_window_bidirectional_mask_function(3), "local_size": 3}
+        mask = hf.attention_mask(1, 8, 12, allow_is_bidirectional_skip=True, **window)
+        return hf.attention_forward(torch.nn.Module(), q, k, k, mask)[0]
+
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q, k), attend(q, k))
+
+
 @pytest.mark.parametrize("function", [3, torch.ones(8, 8).bool()], ids=["int", "tensor"])
 def test_hf_mask_refuses_what_is_no_function(function):
     with pytest.raises(

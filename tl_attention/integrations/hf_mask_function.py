@@ -83,9 +83,12 @@ def attention_mask(
         # Keys without a column are padding. With a static cache, whose `end` is a tensor, those are keys that nobody sees yet
         present = min(end, kv_length) if isinstance(end, int) else min(kv_length, 1)
         tokens = pad(tokens, (0, max(present - tokens.shape[1], 0))) if kv_length else None
-    if use_vmap or (
-        local_size is not None and not causal and _ends_elsewhere(first_query + q_length, kv_length)
-    ):
+    ends_elsewhere = False
+    if local_size is not None and not causal and not use_vmap:
+        ends_elsewhere = _ends_elsewhere(first_query + q_length, kv_length)
+    if ends_elsewhere and _is_simple(_find_sequences(mask_function, *sizes, causal, local_size, device)):
+        function = _function_of(causal, local_size)
+    if use_vmap or ends_elsewhere:
         mask.padded = tokens is not None and (is_traced() or not tokens.all())
         return _with_blocks(mask, *sizes, function, attention_mask, device)
     begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -155,7 +158,8 @@ def _function_of(causal: bool, local_size: int | None) -> Callable:
         seen = key <= query if causal else query >= 0
         if local_size is None:
             return seen
-        return seen & (query - key < local_size if causal else abs(query - key) <= local_size)
+        # Not Python's abs(), which torch.compile hides from flex_attention
+        return seen & (query - key < local_size if causal else (query - key).abs() <= local_size)
 
     return sees
 
@@ -186,6 +190,17 @@ def _assert_simple(sequence: tuple[torch.Tensor, torch.Tensor] | None, tokens: t
             "attention_mask: expected padding before and after each sequence in torch.compile and CUDA graphs, got padding inside one; make"
             " the mask outside",
         )
+
+
+def _is_simple(sequence: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
+    """True if options can express a mask but for padding: read by the host, or asserted on the device. sequence: see _find_sequences."""
+    if sequence is None:
+        return True
+    if is_traced():
+        _assert_simple(sequence, None)
+        return True
+    starts, unsupported = sequence
+    return not bool(unsupported | starts.any())
 
 
 def _runs(padding: torch.Tensor) -> torch.Tensor:

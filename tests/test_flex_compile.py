@@ -225,6 +225,19 @@ def test_flex_compile_refuses_an_operation_that_torch_hides(backend):
             run(q)
 
 
+def test_flex_compile_names_abs_of_python_where_torch_hides_it():
+    """Torch 2.13 shows a TorchFunctionMode no abs(x), other versions do."""
+    q = torch.randn(1, 1, 8, 16)
+    attend = lambda q: flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: score - abs(q_idx - kv_idx))  # noqa: E731
+    run, _ = compiled(attend, "cpu", "aot_eager")
+    try:
+        found = run(q)
+    except NotImplementedError as error:
+        assert "such as Python's abs()" in str(error) and "x.abs() for abs(x)" in str(error)
+    else:
+        torch.testing.assert_close(found, attend(q))
+
+
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -122,9 +122,9 @@ def traced_leaf_op(like: torch.Tensor, is_score: bool) -> torch.Tensor:
 
 def _hidden_operation() -> NotImplementedError:
     return NotImplementedError(
-        "score_mod, mask_mod: expected operations that torch.compile shows one by one, got one that it hides, such as a function of"
-        " torch.compiler.allow_in_graph, a value of the other function or code at a graph break; write it as operations of torch, or call"
-        " the function in code of torch.compiler.disable"
+        "score_mod, mask_mod: expected operations that torch.compile shows one by one, got one that it hides, such as Python's abs(), a"
+        " function of torch.compiler.allow_in_graph, a value of the other function or code at a graph break; write it as operations of"
+        " torch, x.abs() for abs(x), or call the function in code of torch.compiler.disable"
     )
 
 

@@ -382,6 +382,23 @@ def test_block_mask_picture_as_text():
     assert lines[3] == "██▒" + "·" * 47
 
 
+@pytest.mark.parametrize("lengths", [(0, 129), (129, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("separate", [True, False])
+def test_block_mask_without_queries_or_keys(lengths, separate):
+    table = torch.rand(2, 200) < 0.5
+    functions = causal, lambda b, h, q, k: table[b, q] & table[b, k]
+    for function in functions:
+        mask = create_block_mask(function, 2, None, *lengths, "cpu", (16, 32), separate_full_blocks=separate)
+        rows, columns = -(-lengths[0] // 16), -(-lengths[1] // 32)
+        assert mask.kv_num_blocks.shape == (2, 1, rows) and not mask.kv_num_blocks.any()
+        assert mask.kv_indices.shape == (2, 1, rows, columns) and mask.q_indices.shape == (
+            2,
+            1,
+            columns,
+            rows,
+        )
+
+
 def test_block_mask_picture_as_file(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "mask.png"

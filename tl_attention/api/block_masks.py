@@ -194,6 +194,9 @@ def _tools() -> tuple[Callable[..., Any], type[Any]]:
 
 def _states(call: Call, blocks: Blocks, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(partial, full): bool [batch or 1, heads or 1, rows, columns]."""
+    if not (blocks.rows and blocks.columns):
+        none = torch.zeros(1, 1, blocks.rows, blocks.columns, dtype=torch.bool, device=blocks.device)
+        return none, none
     distances = seen_distances(call, max(blocks.seqlen_q, blocks.seqlen_k))
     surely_full, empty = (
         mask_bounds(call, blocks) if distances is None else distance_bounds(*distances, blocks)

@@ -159,6 +159,20 @@ def test_draft_tree_mask_is_compiled_whole():
     assert torch.equal(compiled(parents), draft_tree_mask(parents))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_draft_tree_mask_is_exported_for_any_number_of_nodes(strict):
+    class Tree(torch.nn.Module):
+        def forward(self, parents):
+            return draft_tree_mask(parents)
+
+    nodes = {1: torch.export.Dim("nodes", min=2, max=64)}
+    program = torch.export.export(
+        Tree(), (torch.arange(7)[None] - 1,), dynamic_shapes=(nodes,), strict=strict
+    ).module()
+    for parents in (torch.arange(64)[None] - 1, torch.tensor([[-1, 0, 0, 1, -1]]), torch.tensor([[-1, 0]])):
+        assert torch.equal(program(parents), draft_tree_mask(parents))
+
+
 @pytest.mark.parametrize("nodes", range(1, MAX_NODES + 1))
 def test_tree_of_each_size_matches_a_loop(nodes):
     tree = ("each", "shared", "any")[nodes % 3]

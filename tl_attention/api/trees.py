@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.checks.masks import check_draft_tree
 
 
@@ -24,6 +25,8 @@ def draft_tree_mask(parents: torch.Tensor) -> torch.Tensor:
     # Nodes from 1 on, after the root, which has no bit. A wrong parent becomes one that exists
     above = torch.nn.functional.pad(torch.minimum(parents.long().clamp(min=-1) + 1, nodes), (1, 0))
     seen = torch.nn.functional.pad(torch.ones_like(nodes) << nodes, (1, 0)).expand_as(above)
-    for _ in range((parents.shape[-1] - 1).bit_length()):  # by 1, 2, 4, .. levels
+    # In compiled code the number of nodes may be a symbol, which the rounds would make a constant; more of them change nothing
+    most = MAX_NODES if torch.compiler.is_compiling() else parents.shape[-1]
+    for _ in range((most - 1).bit_length()):  # by 1, 2, 4, .. levels
         seen, above = seen | seen.gather(-1, above), above.gather(-1, above)
     return seen[..., 1:].contiguous()

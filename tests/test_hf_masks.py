@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 pytest.importorskip("transformers")
 
@@ -310,6 +311,40 @@ def test_hf_decode_takes_expanded_keys(of, seqlen_q):
         )
     )
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_hf_prefill_is_exported_for_any_length(strict):
+    """Also across the number of queries up to which a call with more keys is a decode step."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            mask = hf.attention_mask(q.shape[0], q.shape[2], q.shape[2])
+            return hf.attention_forward(self, q, q, q, mask)[0]
+
+    length = {2: torch.export.Dim("length", min=2, max=512)}
+    q = torch.randn(1, 2, 100, 16)
+    program = torch.export.export(
+        Layer(), (q[:, :, :7].contiguous(),), dynamic_shapes=(length,), strict=strict
+    ).module()
+    for rows in (5, 64, 100):
+        some = q[:, :, :rows].contiguous()
+        torch.testing.assert_close(program(some), Layer()(some))
+
+
+def test_hf_padding_of_new_lengths_compiles_nothing_again():
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def attend(q, padding):
+        mask = hf.attention_mask(q.shape[0], q.shape[2], q.shape[2], attention_mask=padding)
+        return hf.attention_forward(torch.nn.Module(), q, q, q, mask)[0]
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for length in (70, 80, 90, 75):
+        q, padding = torch.randn(2, 2, length, 16), torch.ones(2, length, dtype=torch.int64)
+        padding[1, :5] = 0
+        torch.testing.assert_close(compiled(q, padding), attend(q, padding))
+    assert counter.frame_count <= 2  # the second length makes a symbol of it
 
 
 def _of_wider_rows(columns, first):

@@ -336,7 +336,8 @@ def _window(keys: int | None, causal: bool) -> tuple[int, int]:
 def _is_decode_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None) -> bool:
     """True for few queries against keys that flash_attn_with_kvcache reads as they are; [batch, seqlen, heads, head_dim]."""
     has_cache_rows = rows is None or rows.shape[0] > VARLEN_ROWS
-    few_queries = q.shape[1] <= MAX_DECODE_QUERIES and q.shape[1] < k.shape[1]
+    # In this order: as many queries as keys, of any number, set no bound to a length that is a symbol
+    few_queries = q.shape[1] < k.shape[1] and q.shape[1] <= MAX_DECODE_QUERIES
     # flash_attn_func copies other head dims, and takes fp32
     return (
         has_cache_rows and few_queries and not (q.shape[3] % 8 or v.shape[3] % 8 or q.dtype == torch.float32)

@@ -81,7 +81,7 @@ def attention_mask(
     tokens = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if tokens is not None:
         # Keys without a column are padding. With a static cache, whose `end` is a tensor, those are keys that nobody sees yet
-        present = min(end, kv_length) if isinstance(end, int) else min(kv_length, 1)
+        present = min(kv_length, 1) if isinstance(end, torch.Tensor) else min(end, kv_length)
         tokens = pad(tokens, (0, max(present - tokens.shape[1], 0))) if kv_length else None
     ends_elsewhere = False
     if local_size is not None and not causal and not use_vmap:
@@ -116,7 +116,7 @@ def attention_mask(
             return mask
         cached = cached or not ends_early
 
-    if not padded and isinstance(end, int) and end == kv_length:
+    if not padded and not isinstance(end, torch.Tensor) and end == kv_length:
         return mask
     begin_q = torch.zeros_like(begin_k)
     end_q = begin_q + q_length
@@ -248,7 +248,8 @@ def _bounds(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.
     first = torch.arange(begin.shape[0], device=begin.device) * length
     bounds = torch.stack([first, first + begin], 1).flatten()
     used = torch.stack([torch.zeros_like(begin), (end - begin).clamp(min=0)], 1).flatten()
-    return pad(bounds, (0, 1), value=begin.shape[0] * length), pad(used, (0, 1))
+    # Not pad(), which makes a number of a length that is a symbol
+    return torch.cat([bounds, bounds.new_full((1,), begin.shape[0] * length)]), pad(used, (0, 1))
 
 
 def _find_sequences(

@@ -118,6 +118,8 @@ def run_of(arguments: argparse.Namespace, on_cpu: bool) -> Run:
 
 
 def option_sets(arguments: argparse.Namespace, run: Run) -> list[OptionSet]:
+    if arguments.draw:
+        return [OptionSet(name) for name in dict.fromkeys(text.split(":")[0] for text in arguments.draw)]
     default = DEFAULT_LATENT_OPTIONS if run.is_latent else DEFAULT_OPTIONS
     return [OptionSet(name) for name in (arguments.options.split(",") if arguments.options else default)]
 

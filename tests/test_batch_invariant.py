@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,20 +26,27 @@ from tl_attention import (
 )
 from tl_attention.api import flex_calls
 from tl_attention.api.block_masks import create_block_mask
+from tl_attention.compilation import building
 from tl_attention.config import configs, legality
 from tl_attention.config.catalog import _decodes
 from tl_attention.integrations import hf, hf_flex, torch_backend, torch_masks, torch_modes, torch_unmasked
+from tl_attention.launch.decode import INVARIANT_KEYS, MAX_SPLITS, _split_rule
 from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
     INVARIANT_BUCKET,
     OPTIONS,
     AttnProblem,
+    decode_problem,
     tile_widths,
 )
+from tl_attention.problem.options import BATCH_INVARIANT
 from tl_attention.torch_ops import attend
 from tl_attention.tuning import question
 
 sys.path.insert(0, str(Path(__file__).parent))
+from invariance.arrangements import Sequences as DrawnSequences
+from invariance.draws import FORWARDS, LATENT, OptionSet, Run, draw_of, kernels_of
+from invariance.worker import run_draw
 from protocol.launches import recorded
 
 gpu = pytest.mark.gpu
@@ -104,6 +112,18 @@ def test_decodes_have_the_key_blocks_of_the_forward():
             assert legality.smem_bytes(problem, config) + legality.BARRIER_BYTES <= 227 * 1024
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_latent_decodes_have_splits_of_one_number_of_keys(dtype):
+    problem = decode_problem(dtype, *LATENT)
+    rules = set()
+    for rows, pages, capacity in itertools.product(
+        configs.DECODE_ROWS, (0, 16, 64), (16, 1500, INVARIANT_KEYS * MAX_SPLITS)
+    ):
+        config = configs.decode_config(problem, rows, pages)
+        rules.add(config.block_N * _split_rule(BATCH_INVARIANT, config, capacity))
+    assert rules == {INVARIANT_KEYS}
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_gradients_have_one_group_of_heads(head_dim):
     for batch in (1, 2, 5):
@@ -162,6 +182,12 @@ def test_wrong_arguments_are_refused(options, error, text):
     q = torch.zeros(1, 8, 2, 64)
     with pytest.raises(error, match=text):
         flash_attn_func(q, q, q, **options)
+
+
+def test_latent_decodes_take_no_splits_beside_it():
+    q, cache = (torch.zeros(1, rows, heads, 576).bfloat16() for rows, heads in ((2, 4), (32, 1)))
+    with pytest.raises(ValueError, match="num_splits, batch_invariant: expected one of them"):
+        flash_attn_with_kvcache(q, cache, cache[..., :512], num_splits=2, batch_invariant=True)
 
 
 def test_every_function_takes_it_on_the_cpu():
@@ -377,6 +403,90 @@ def test_bits_do_not_depend_on_batch_chunks_pages_or_phase(dtype, head_dims, opt
         if options and "alibi" not in options:  # without a causal mask a chunk sees other keys
             sequences.in_chunks()
             sequences.decoded()
+
+
+def _check_drawn(
+    dtype: str, head_dims: tuple[int, int], options: str, count: int, without_pages: bool = False
+) -> None:
+    """Rearrangements of tests/invariance have the bits of their reference. without_pages: those of forwards have none."""
+    run, one, sequences, counts = Run(dtype, head_dims), OptionSet(options), None, Counter()
+    building.build_all(kernels_of(run, [one]))  # side by side
+    for index in range(count):
+        draw = draw_of(run, one, index)
+        if without_pages and draw.kind in FORWARDS and draw.page:
+            continue
+        if sequences is None or sequences.drawn != draw.sequences:
+            sequences = DrawnSequences(run, one, draw.sequences, "cuda")
+        fault = run_draw(draw, sequences, counts)
+        assert not fault, f"{draw}: {fault}"
+
+
+@gpu
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda x: f"d{x[0]}-{x[1]}")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alibi_bits_do_not_depend_on_batch_pages_or_place(dtype, head_dims, draws):
+    """The same chunk alone is the reference: of a forward by a forward, of a decode by a decode."""
+    _check_drawn(dtype, head_dims, "alibi", 16 * draws)
+
+
+@gpu
+@pytest.mark.parametrize("options", ["window-alibi", "sink-alibi", "softcap-alibi"])
+def test_alibi_beside_other_options_does_not_depend_on_the_batch(options, draws):
+    _check_drawn("bf16", (128, 128), options, 8 * draws)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alibi_without_a_mask_does_not_depend_on_the_batch(dtype, draws):
+    """Forwards with keys in pages compute this bias by element, others by its lines on both sides of the diagonal."""
+    _check_drawn(dtype, (128, 128), "full-alibi", 16 * draws, without_pages=True)
+
+
+@gpu
+def test_alibi_slopes_of_an_entry_are_those_of_all_entries():
+    q, k, v = (torch.randn(3, 333, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    slopes = torch.rand(4, device="cuda")
+    for how in ({"causal": True}, {}):
+        found = [
+            flash_attn_func(q, k, v, alibi_slopes=x, batch_invariant=True, return_attn_probs=True, **how)
+            for x in (slopes, slopes.expand(3, -1).contiguous())
+        ]
+        assert all(torch.equal(x, y) for x, y in zip(found[0][:2], found[1][:2], strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("options", ["causal", "full", "window", "softcap-sink"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_decodes_do_not_depend_on_batch_pages_or_queries(dtype, options, draws):
+    _check_drawn(dtype, LATENT, options, 16 * draws)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_decodes_of_each_number_of_queries_are_equal(dtype):
+    """128 heads, keys around multiples of 1024: the last query alone, with others, beside longer sequences, in pages."""
+    latents = torch.randn(3, 4096 + 64, 1, 576, device="cuda", dtype=DTYPES[dtype])
+    pages = latents.view(-1, 64, 1, 576)
+    table = torch.arange(pages.shape[0], device="cuda", dtype=torch.int32).view(3, -1)
+    q = torch.randn(3, 17, 128, 576, device="cuda", dtype=DTYPES[dtype])
+    for keys in (1, 17, 1023, 1024, 1025, 2048, 3071, 4097):
+        found = []
+        for queries, batch, paged in itertools.product((1, 2, 17), (1, 3), (False, True)):
+            cache = pages if paged else latents[:batch]
+            out, lse = flash_attn_with_kvcache(
+                q[:batch, -queries:], cache, cache[..., :512], cache_seqlens=_ints([keys, 4100, 3][:batch]),
+                block_table=table[:batch] if paged else None, causal=True, return_softmax_lse=True, batch_invariant=True,
+            )  # fmt: skip
+            found.append((out[0, -1], lse[0, :, -1]))
+        assert all(torch.equal(x, y) for one in found for x, y in zip(one, found[0], strict=True)), keys
+
+
+@gpu
+@pytest.mark.parametrize("options", ["causal", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_of_latent_attention_equals_its_decodes(dtype, options, draws):
+    """Head dims 192 and 128: without absorbed weights."""
+    _check_drawn(dtype, (192, 128), options, 16 * draws)
 
 
 @gpu

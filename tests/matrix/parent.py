@@ -60,7 +60,7 @@ class Result:
 
     Attributes:
         failures: (draw, its text, what is wrong) of each draw that failed.
-        launches: draws that launched a kernel, by its name.
+        launches: draws that launched a kernel, by its name; or what else a worker counts.
     """
 
     state: str = NOT_RUN

@@ -50,7 +50,7 @@ def test_warps_that_round_fit(width):
 
 def test_rounding_needs_the_order_apart_and_the_schedule_stream_k():
     problem = AttnProblem(BF16, 128, 128, True)
-    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-dK", "stream-K", rounds_dq=True),))
+    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-sums", "stream-K", rounds_dq=True),))
     for config in (apart("dynamic", rounds_dq=True), apart("dynamic-late", rounds_dq=True), early):
         assert "rounds_dq: expected False" in fault(problem, config)
 

@@ -250,9 +250,9 @@ def test_fp32_configs_serve_every_set_of_options(dtype):
             "block_M: expected 32 or 64 where dq is summed in fp32, got 96",
         ),
         (
-            {"grads": "dq+dk+dv", "block_M": 32, "order": "early-dK"},
+            {"grads": "dq+dk+dv", "block_M": 32, "order": "early-sums"},
             (),
-            "in fp32, got 'early-dK'",
+            "in fp32, got 'early-sums'",
         ),
         ({"grads": "dk+dv", "block_M": 64}, (), "shared memory: expected at most"),
     ],

@@ -151,7 +151,7 @@ def test_key_sharers_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, h
     ("heads", "keys", "causal"), [(32, 4096, True), (2, 8192, True), (34, 2049, False), (32, 4224, False)]
 )
 def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, causal):
-    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-dK", reuse_registers=True)
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-sums", reuse_registers=True)
     problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
     buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
     (rows, *_), *_ = buffers.empty[1]

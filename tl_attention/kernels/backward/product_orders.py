@@ -4,6 +4,9 @@ A prime is a transpose. At the beginning of a step its S' = K Q' is in flight, f
 Products are issued, and run beside what follows until a wait. wait_all_but("dV") waits until at most dV is in flight. Registers decide: dP'
 takes those of S', and dS' those of P', or they have their own.
 
+Tensor cores work in the order of issue. dS' is shared first, as dQ waits for it. In passes that make dQ and reuse registers, S' of the next
+step comes before dK, as that step begins with S'; elsewhere dK before S' is as fast or faster (docs/notes/2026-11-30-order-of-issue.md).
+
     step    parts of a step and their registers, see step.KeyStep
     i       number of the step, counted through all tiles of a CTA
     begin   the first step of the tile
@@ -26,9 +29,9 @@ def step_body_of(key_pass: KeyPass) -> Callable[..., None]:
     scores_first = scores_come_first(problem, config)
     if key_pass.shares_dS:
         return {
-            "": dq_before_dS,
+            "": dq_added_early,
+            "early-sums": dq_added_early,
             "late-sums": dq_added_late,
-            "early-dK": early_dk,
             "separate-dS": separate_dS,
             "apart": dq_apart if config.reuse_registers else dq_apart_own_registers,
         }[config.order]
@@ -49,8 +52,8 @@ def step_body_of(key_pass: KeyPass) -> Callable[..., None]:
 
 
 @T.macro
-def dq_before_dS(step, i, begin):
-    """Order "": dQ of the step before is added before dS' is computed."""
+def dq_added_early(step, i, begin):
+    """Orders "" and "early-sums": dQ of the step before is added before dS' is computed."""
     smem = step.smem
     step.finish_scores(i, begin)
     step.dq.start(i)
@@ -63,8 +66,8 @@ def dq_before_dS(step, i, begin):
     smem.dO.release(i)
     step.compute_dS(i)
     step.share_dS(i)
-    step.start_dk(i)
     step.start_next_scores(i)
+    step.start_dk(i)
     step.advance()
 
 
@@ -83,29 +86,9 @@ def dq_added_late(step, i, begin):
     smem.dO.release(i)
     step.compute_dS(i)
     step.share_dS(i)
-    step.start_dk(i)
     step.start_next_scores(i)
+    step.start_dk(i)
     step.dq.add(i)
-    step.advance()
-
-
-@T.macro
-def early_dk(step, i, begin):
-    """Order "early-dK": dK is issued before dS' is shared."""
-    smem = step.smem
-    step.finish_scores(i, begin)
-    step.dq.start(i)
-    step.exponentiate(i)
-    step.start_dp(i)
-    step.start_dv(i)
-    step.wait_all_but("dP", "dV")  # dQ of the step before
-    step.dq.free_and_add(i)
-    T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
-    smem.dO.release(i)
-    step.compute_dS(i)
-    step.start_dk(i)
-    step.share_dS(i)
-    step.start_next_scores(i)
     step.advance()
 
 
@@ -135,7 +118,7 @@ def separate_dS(step, i, begin):
 
 @T.macro
 def dq_apart(step, i, begin):
-    """Order "apart": as early_dk, but the warpgroup of dq_sinks/apart.py computes dQ."""
+    """Order "apart": the warpgroup of dq_sinks/apart.py computes dQ."""
     smem = step.smem
     step.finish_scores(i, begin)
     step.exponentiate(i)
@@ -144,9 +127,9 @@ def dq_apart(step, i, begin):
     T.wait_wgmma(0)  # dP', and dV, whose P' gives its registers to dS'
     smem.dO.release(i)
     step.compute_dS(i)
-    step.start_dk(i)
     step.share_dS(i)
     step.start_next_scores(i)
+    step.start_dk(i)
     step.advance()
 
 
@@ -157,11 +140,11 @@ def dq_apart_own_registers(step, i, begin):
     step.finish_scores(i, begin)
     step.start_dp(i)
     step.exponentiate(i)
-    T.wait_wgmma(0)  # dP'
-    step.start_dv(i)
+    step.start_dv(i)  # here, or ptxas moves the exponentials behind the wait
+    step.wait_all_but("dV")  # dP'
     step.compute_dS(i)
-    step.start_dk(i)
     step.share_dS(i)
+    step.start_dk(i)
     step.start_next_scores(i)
     step.wait_all_but("dK", "S")  # dV
     smem.dO.release(i)

@@ -332,7 +332,7 @@ class KeyStep:
                 T.call_extern(
                     *("handle", self.key_pass.function_of_rest("softmax_backward")),
                     *(self.P.data, self.rest.data, self.acc_dp.data),
-                    *(T.address_of(self.smem.Q.row_value(step, 1, 0)), self.dS.data),
+                    *(T.access_ptr(self.smem.Q.row_value(step, 1, 0), "r"), self.dS.data),
                 )
             )
         else:

@@ -40,7 +40,7 @@ class DqMemory:
                 "handle",
                 name,
                 T.address_of(sums.tensor[row_block, first_col // 8, 0, 0]),
-                T.address_of(self.tile[0]),
+                T.access_ptr(self.tile[0], "r"),  # also written, but as "w" TileLang 0.1.15 adds a fence
                 acc_dq.data,
             )
         )

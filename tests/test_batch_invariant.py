@@ -190,6 +190,19 @@ def test_latent_decodes_take_no_splits_beside_it():
         flash_attn_with_kvcache(q, cache, cache[..., :512], num_splits=2, batch_invariant=True)
 
 
+@pytest.mark.parametrize("name", ["window_size", "learnable_sink"])
+def test_latent_decodes_with_it_refuse_what_other_queries_change(name):
+    value = {"window_size": (16, 0), "learnable_sink": torch.zeros(4)}[name]
+    q, cache = (torch.zeros(1, rows, heads, 576).bfloat16() for rows, heads in ((2, 4), (32, 1)))
+    with pytest.raises(
+        NotImplementedError,
+        match=f"batch_invariant: expected False with {name} in multi-head latent attention",
+    ):
+        flash_attn_with_kvcache(q, cache, cache[..., :512], batch_invariant=True, **{name: value})
+    flash_attn_with_kvcache(q, cache, cache[..., :512], **{name: value})
+    flash_attn_with_kvcache(q, cache, cache[..., :512], window_size=(-1, 0), batch_invariant=True)
+
+
 def test_every_function_takes_it_on_the_cpu():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 8, 2, 64).bfloat16().unbind()
@@ -455,7 +468,7 @@ def test_alibi_slopes_of_an_entry_are_those_of_all_entries():
 
 
 @gpu
-@pytest.mark.parametrize("options", ["causal", "full", "window", "softcap-sink"])
+@pytest.mark.parametrize("options", ["causal", "full", "softcap"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latent_decodes_do_not_depend_on_batch_pages_or_queries(dtype, options, draws):
     _check_drawn(dtype, LATENT, options, 16 * draws)

@@ -18,6 +18,7 @@ from tl_attention.checks.kvcache import (
     cache_capacity,
     check_addresses,
     check_cache,
+    check_latent_bits,
     check_new_keys,
     check_no_gradient,
     check_rotary,
@@ -183,6 +184,7 @@ def flash_attn_with_kvcache(
         expect_bool("causal", causal)
         expect_bool("rotary_interleaved", rotary_interleaved)
         options = _checked_options(request)
+        check_latent_bits(q, v_cache, options)
         if tree_mask is not None:
             check_tree_mask(q, tree_mask, options, rotary_cos)
             options = replace(options, tree_mask=tree_mask)

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tl_attention.checks.common import (
+    FROM_ENVIRONMENT,
     ONE_PER_SEQUENCE,
     SEQLEN_FIRST,
     WIDER,
@@ -359,6 +360,26 @@ def check_tree_mask(
             todo = "rotate q and k before the call" if name == "rotary_cos" else f"leave {name} out"
             raise NotImplementedError(
                 f"tree_mask: expected None with {name}, as positions in a tree are depths, not indices, got {describe(tree_mask)}; {todo}"
+            )
+
+
+def check_latent_bits(q: torch.Tensor, v_cache: torch.Tensor, options: Options) -> None:
+    """Check that batch_invariant of multi-head latent attention is without what depends on other queries of the call.
+
+    Its keys are split from the first one on that the first query sees, which a window moves; and a sink is rounded in another way where
+    there is one split.
+    """
+    if not options.batch_invariant or (q.shape[3], v_cache.shape[3]) != LATENT:
+        return
+    others = {
+        "window_size": options.window[0] != UNLIMITED,
+        "learnable_sink": options.sink is not None,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            raise NotImplementedError(
+                f"batch_invariant: expected False with {name} in multi-head latent attention, whose bits then depend on other queries of"
+                f" the call, got True; leave {name} out{FROM_ENVIRONMENT}"
             )
 
 

@@ -120,7 +120,7 @@ BWD_FAULTS = [
     (D64, passes("dq+dk+dv 96x128"), "block_M: expected 64 or 128 where dq is summed, 64 rows of it at a time, got 96"),
     (D64, passes("dq+dk+dv 64x128"), "reuse_registers: expected True where dq is summed"),
     (D64, passes("dk+dv 64x128", "dq 128x64 reuse"), "reuse_registers: expected False in the pass of dq alone, got True"),
-    (D64, passes("dq+dk+dv 64x128 reuse late"), "order: expected one of '', 'late-sums', 'early-sums', 'separate-dS', 'apart' where dq is"),
+    (D64, passes("dq+dk+dv 64x128 reuse late"), "order: expected one of '', 'early-sums', 'late-sums', 'separate-dS', 'apart' where dq is"),
     (D64, passes("dk+dv 64x128 reuse late-sums", "dq 128x64"), "order: expected one of '' where no dq is summed, got 'late-sums'"),
     (D128, passes("dq+dk+dv 64x128 reuse apart"), "order: expected another than 'apart' with the schedule grid, got 'apart'"),
     (D64, passes("dq+dk+dv 64x128 reuse apart stream-K"), "reuse_registers: expected False in the order apart of d64, got True"),

@@ -157,13 +157,13 @@ class FwdCombine:
 
 # Orders of operations in a step of the pass that sums dq.
 #   ""           dq of the previous step is added before dS
+#   early-sums   the same
 #   late-sums    dq of the previous step is added at the end of the step
-#   early-sums   the same with two slots of dS
 #   separate-dS  dS has registers of its own: the product of dV reads P beside it
 #   apart        a third warpgroup computes and adds dq, see kernels/backward/dq_sinks/apart.py;
 #                without reuse_registers dP is computed beside the exponentials, and dV beside dS
 # Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
-DQ_ORDERS = ("", "late-sums", "early-sums", "separate-dS", "apart")
+DQ_ORDERS = ("", "early-sums", "late-sums", "separate-dS", "apart")
 
 # Schedules of a pass by keys; all but grid need an order that is not "". In fp32 grid, and dynamic in a pass that makes all gradients
 #   grid          one CTA per tile, longest tiles first

@@ -157,7 +157,7 @@ class FwdCombine:
 
 # Orders of operations in a step of the pass that sums dq.
 #   ""           dq of the previous step is added before dS
-#   early-sums   the same
+#   early-sums   the same, but for the slots of dS
 #   late-sums    dq of the previous step is added at the end of the step
 #   separate-dS  dS has registers of its own: the product of dV reads P beside it
 #   apart        a third warpgroup computes and adds dq, see kernels/backward/dq_sinks/apart.py;

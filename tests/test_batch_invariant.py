@@ -478,14 +478,15 @@ def test_latent_decodes_do_not_depend_on_batch_pages_or_queries(dtype, options, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latent_decodes_of_each_number_of_queries_are_equal(dtype):
     """128 heads, keys around multiples of 1024: the last query alone, with others, beside longer sequences, in pages."""
-    latents = torch.randn(3, 4096 + 64, 1, 576, device="cuda", dtype=DTYPES[dtype])
+    latents = torch.randn(3, 20_032, 1, 576, device="cuda", dtype=DTYPES[dtype])
     pages = latents.view(-1, 64, 1, 576)
     table = torch.arange(pages.shape[0], device="cuda", dtype=torch.int32).view(3, -1)
     q = torch.randn(3, 17, 128, 576, device="cuda", dtype=DTYPES[dtype])
-    for keys in (1, 17, 1023, 1024, 1025, 2048, 3071, 4097):
+    for keys in (1, 17, 1023, 1024, 1025, 2048, 3071, 4097, 8191, 8192, 8193, 20_000):
         found = []
         for queries, batch, paged in itertools.product((1, 2, 17), (1, 3), (False, True)):
-            cache = pages if paged else latents[:batch]
+            # Further rows that nothing uses, as a larger cache has
+            cache = pages if paged else latents[:batch, : keys + 4200] if queries == 2 else latents[:batch]
             out, lse = flash_attn_with_kvcache(
                 q[:batch, -queries:], cache, cache[..., :512], cache_seqlens=_ints([keys, 4100, 3][:batch]),
                 block_table=table[:batch] if paged else None, causal=True, return_softmax_lse=True, batch_invariant=True,

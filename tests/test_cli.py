@@ -513,6 +513,10 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         (["d128", "alibi", "tree", "decode"], "tree: expected neither window nor alibi beside it, got alibi"),
         (["d128", "max_logits", "decode"], "max_logits: expected a forward"),
         (["d128", "dropout", "batch_invariant"], "dropout: expected none with batch_invariant"),
+        (
+            ["d576-512", "decode", "sink", "batch_invariant"],
+            "sink: expected none with batch_invariant and d576-512, got sink",
+        ),
         (["d128", "page_size=16"], "page_size: expected none for fwd, .*got page_size=16"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),

@@ -376,6 +376,17 @@ def test_hf_decode_copies_keys_and_values_that_no_cache_can_be(name, compiled):
     assert torch.equal(found, expected)
 
 
+def test_hf_decode_copies_latents_with_their_values():
+    wide = torch.randn(1, 1, 12, 600).bfloat16()
+    k = wide[..., 2:578]  # an address of 4 bytes
+    q = torch.randn(1, 4, 1, 576).bfloat16()
+    found, expected = (
+        hf.attention_forward(torch.nn.Module(), q, x, x[..., :512], None, is_causal=True)[0]
+        for x in (k, k.contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hf_names_a_device_that_it_does_not_have(dtype):
     q = torch.empty(1, 2, 8, 16, dtype=dtype, device="meta")

@@ -197,9 +197,7 @@ def _sequence_set(run: Run, options: OptionSet, number: int, seed: str) -> Seque
         heads_kv, group = 1, rng.choice(LATENT_HEADS)
     longest = run.longest if rng.random() < (0.3 if run.is_latent else 0.08) else min(run.longest, MOST_ROWS)
     count = rng.randint(1, MOST_SEQUENCES)
-    # The first sequences of the sets go through all lengths modulo a tile, from another one on for other options
-    residue = (zlib.crc32(options.name.encode()) + number) % TABLE_ROWS
-    lengths = [_lengths(longest, TABLE_ROWS, residue, rng)]
+    lengths = [_lengths(longest, TABLE_ROWS, residue_of(options, number), rng)]
     for _ in range(1, count):
         block = rng.choice((TABLE_ROWS, key_block(run, options)))
         special = rng.choice(SHORT) if rng.random() < 0.25 else None
@@ -213,6 +211,11 @@ def _sequence_set(run: Run, options: OptionSet, number: int, seed: str) -> Seque
     return SequenceSet(
         rng.randrange(2**31), tuple(lengths), heads_kv, group, scale, (left, right), softcap
     )  # fmt: skip
+
+
+def residue_of(options: OptionSet, number: int) -> int:
+    """Length modulo a tile of one sequence of a set: sets go through all, from another one on for other options."""
+    return (zlib.crc32(options.name.encode()) + number) % TABLE_ROWS
 
 
 def _lengths(longest: int, block: int, residue: int, rng: random.Random) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from protocol.launches import recording
 from . import arrangements
 from .arrangements import Arrangement, Sequences
 from .command import again
-from .draws import DEFAULT_OPTIONS, LATENT, OptionSet, Run, divided, draw_of, kernels_of
+from .draws import LATENT, PER_SET, TABLE_ROWS, OptionSet, Run, draw_of, kernels_of, residue_of
 from .worker import Share, run_share
 
 ROOT = Path(__file__).parents[2]
@@ -63,14 +63,16 @@ def test_another_bit_is_reported_with_its_command(monkeypatch):
     assert command.endswith(f"--dtype fp16 --head-dim 64 --seed 0 --longest 40 --draw causal:{min(failed)}")
 
 
-def test_draws_have_all_lengths_modulo_a_tile():
-    run, rows, keys = Run("bf16", (128, 128)), set(), set()
-    for name, count in divided(2000, DEFAULT_OPTIONS).items():
-        for index in range(count):
-            lengths = draw_of(run, OptionSet(name), index).sequences.lengths
-            rows |= {n % 128 for n, _ in lengths}
-            keys |= {n % 128 for _, n in lengths}
-    assert len(rows) == len(keys) == 128
+def test_sets_have_all_lengths_modulo_a_tile():
+    run, options, residues = Run("bf16", (128, 128)), OptionSet("causal"), set()
+    for number in range(TABLE_ROWS):
+        residue = residue_of(options, number)
+        lengths = draw_of(run, options, number * PER_SET).sequences.lengths
+        assert (
+            residue in {n % TABLE_ROWS for pair in lengths for n in pair} or residue == 0
+        )  # no sequence is empty so
+        residues.add(residue)
+    assert len(residues) == TABLE_ROWS
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), LATENT], ids=str)

@@ -151,16 +151,26 @@ def check_page_strides(name: str, x: torch.Tensor) -> None:
 
 def is_cache(x: torch.Tensor) -> bool:
     """True for a tensor [caches, rows, heads_kv, columns] that kernels read where it is: see check_page_strides and check_addresses."""
-    try:
-        check_page_strides("k_cache", x)
-    except ValueError:
-        return False
+    # The usual strides first: a decode step asks this of each layer
+    caches, rows, heads, _ = x.stride()
+    is_usual = caches and rows and heads and not (caches % rows or rows % ALIGNMENT or heads % ALIGNMENT)
+    if not is_usual:
+        try:
+            check_page_strides("k_cache", x)
+        except ValueError:
+            return False
     if isinstance(x, FakeTensor):
         return True
     try:
         return not (x.data_ptr() & 15 or x.is_neg())
     except RuntimeError:  # no memory, as inside torch.vmap
         return True
+
+
+def is_part(v: torch.Tensor, k: torch.Tensor) -> bool:
+    """True if v is the first columns of k, in the same memory."""
+    same_memory = v.untyped_storage()._cdata == k.untyped_storage()._cdata
+    return same_memory and v.storage_offset() == k.storage_offset() and v.stride() == k.stride()
 
 
 def check_pages(

@@ -19,7 +19,7 @@ from tl_attention.checks.common import (
     expect_scale,
     expect_softcap,
 )
-from tl_attention.checks.kvcache import is_cache
+from tl_attention.checks.kvcache import LATENT, is_cache, is_part
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations.hf_checks import (
     VARLEN_ROWS,
@@ -334,7 +334,7 @@ def _window(keys: int | None, causal: bool) -> tuple[int, int]:
 
 
 def _is_decode_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None) -> bool:
-    """True for few queries against keys that flash_attn_with_kvcache reads as they are; [batch, seqlen, heads, head_dim]."""
+    """True for few queries against more keys, of types that flash_attn_with_kvcache takes; [batch, seqlen, heads, head_dim]."""
     has_cache_rows = rows is None or rows.shape[0] > VARLEN_ROWS
     # In this order: as many queries as keys, of any number, set no bound to a length that is a symbol
     few_queries = q.shape[1] < k.shape[1] and q.shape[1] <= MAX_DECODE_QUERIES
@@ -398,10 +398,13 @@ def _decode(
 ) -> torch.Tensor:
     """flash_attn_with_kvcache without new keys, as a torch op: its arguments have types that an op may have.
 
-    Keys and values that a cache cannot be are copied.
+    Keys and values that a cache cannot be are copied; values that are columns of the keys stay so.
     """
+    v_in_k = (k.shape[3], v.shape[3]) == LATENT and is_part(v, k)
     # Not contiguous(), as empty tensors are contiguous with any strides
     k, v = (x if is_cache(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+    if v_in_k:
+        v = k[..., : LATENT[1]]
     return kvcache.flash_attn_with_kvcache(
         q,
         k,

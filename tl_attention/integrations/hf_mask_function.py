@@ -40,7 +40,8 @@ def attention_mask(
     with a sliding window, packed sequences or chunks, and with padding before and after each sequence, run the kernels of the options.
     mask_function and padding are checked (one sync; none for transformers' causal or full mask without padding): any other mask becomes a
     BlockMask, with which flex_attention skips hidden blocks. In torch.compile and CUDA graph capture they are checked on the device without
-    a wait, and any other mask fails there. A bidirectional window whose last query is not at the last key becomes a BlockMask everywhere.
+    a wait, and any other mask fails there. A bidirectional window whose last query is not at the last key becomes a BlockMask
+    in both; with a tensor q_offset that takes one more sync, and in torch.compile and capture it fails on the device.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.

@@ -154,6 +154,10 @@ def parse(words: Sequence[str]) -> Question:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
     if question.batch_invariant and "dropout" in question.options:
         raise ValueError("dropout: expected none with batch_invariant, got dropout")
+    if question.batch_invariant and question.head_dims[0] > MAX_HEAD_DIM:
+        for name in ("window", "sink"):
+            if name in question.options:
+                raise ValueError(f"{name}: expected none with batch_invariant and d576-512, got {name}")
     if question.bucket and question.batch_invariant:
         raise ValueError(
             f"bucket: expected none with batch_invariant, which has its own, got {question.bucket}"

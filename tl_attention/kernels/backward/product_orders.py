@@ -4,8 +4,9 @@ A prime is a transpose. At the beginning of a step its S' = K Q' is in flight, f
 Products are issued, and run beside what follows until a wait. wait_all_but("dV") waits until at most dV is in flight. Registers decide: dP'
 takes those of S', and dS' those of P', or they have their own.
 
-Tensor cores work in the order of issue. dS' is shared first, as dQ waits for it. In passes that make dQ and reuse registers, S' of the next
-step comes before dK, as that step begins with S'; elsewhere dK before S' is as fast or faster (docs/notes/2026-11-30-order-of-issue.md).
+Tensor cores work in the order of issue. dS' is shared first, as dQ waits for it. S' of the next step comes before dK in the orders "",
+early-sums and late-sums, and in apart with reuse_registers. Elsewhere that gained nothing, cost spills, or was not tried
+(docs/notes/2026-11-30-order-of-issue.md).
 
     step    parts of a step and their registers, see step.KeyStep
     i       number of the step, counted through all tiles of a CTA

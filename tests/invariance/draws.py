@@ -220,7 +220,8 @@ def residue_of(options: OptionSet, number: int) -> int:
 
 def _lengths(longest: int, block: int, residue: int, rng: random.Random) -> tuple[int, int]:
     """(queries, keys) of a sequence: as many, fewer or more keys; the larger number has this residue modulo a block."""
-    blocks = rng.choice((0, 0, 1, 1, 2, 3, rng.randint(0, longest // block)))
+    most = max(longest - residue, 0) // block
+    blocks = min(rng.choice((0, 0, 1, 1, 2, 3, rng.randint(0, most))), most)
     rows = min(max(blocks * block + residue, 1), longest)
     kind = rng.random()
     if kind < 0.6:

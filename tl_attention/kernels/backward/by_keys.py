@@ -142,7 +142,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         step.take_values()  # and clear dK and dV
 
-        # Order "apart" at d128: compute P', issue dP' and dV, compute dS', issue dK and the next S'. See product_orders.py
+        # Order "apart" at d128: compute P', issue dP' and dV, compute dS', issue the next S' and dK. See product_orders.py
         for i in T.serial(begin, first_step + blocks.steps):
             step_body(step, i, begin)
 

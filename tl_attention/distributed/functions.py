@@ -416,9 +416,9 @@ def _values(cu_seqlens: object) -> object:
 def _attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Output:
     """The call of a group of one rank."""
     _check_placement(q, ranks, asked)
-    if isinstance(k, torch.Tensor) and k.ndim == q.ndim:
-        _check_rows(q, k)
     documents, options = documents_of(asked.cu_seqlens), asked.of_one_gpu
+    if isinstance(k, torch.Tensor) and k.ndim == q.ndim == (4 if documents is None else 3):
+        _check_rows(q, k)
     if documents is None:
         return flash_attn_func(q, k, v, **options)
     lengths = [stop - start for start, stop in pairwise(documents)]

@@ -305,6 +305,24 @@ def disagree() -> dict[str, str]:
     return found
 
 
+def differentiate_otherwise(method: str) -> dict[str, str]:
+    """Errors of backwards that are refused, and a gradient with create_graph=True that is only read."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
+    out = distributed.attention(q, k, v, method=method, causal=True)
+    dout = torch.randn(3, *out.shape, dtype=out.dtype)
+    plain = torch.autograd.grad(out, (q, k, v), dout[0], retain_graph=True)
+    recorded = torch.autograd.grad(out, (q, k, v), dout[0], create_graph=True)
+    penalty = sum(grad.float().square().sum() for grad in recorded)
+    return {
+        "read": str(all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))),
+        "backward": raised((penalty + out.float().sum()).backward, retain_graph=True),
+        "grad": raised(torch.autograd.grad, penalty, k, retain_graph=True),
+        "batched": raised(torch.autograd.grad, out, q, dout, is_grads_batched=True),
+    }
+
+
 def differ_later(always: bool) -> dict[str, str]:
     """Errors of calls that differ, of which ranks know some from before. always: every call is compared."""
     x, first = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16), dist.get_rank() == 0

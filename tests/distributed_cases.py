@@ -323,6 +323,31 @@ def differentiate_otherwise(method: str) -> dict[str, str]:
     }
 
 
+def unshard_dtypes() -> list[str]:
+    """What is wrong with unshard() of dtypes that backends of torch.distributed lack, and of tensors without columns."""
+    total, found = 7, []
+    for dtype in (
+        torch.int16,
+        torch.uint16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.bool,
+        torch.bfloat16,
+    ):
+        x = torch.arange(2 * total).view(total, 2).float().to(dtype)
+        for whole in (x, x.conj()) if dtype.is_complex else (x,):
+            joined = distributed.unshard(distributed.shard(whole), seqlen=total)
+            if joined.dtype != dtype or not torch.equal(
+                joined.view(torch.uint8), whole.clone().view(torch.uint8)
+            ):
+                found.append(f"{dtype}: {joined}")
+    for shape in ((0,), (3, 0), (0, 3)):
+        empty = distributed.shard(torch.zeros(total, *shape))
+        if distributed.unshard(empty, seqlen=total).shape != (total, *shape):
+            found.append(f"{shape}")
+    return found
+
+
 def differ_later(always: bool) -> dict[str, str]:
     """Errors of calls that differ, of which ranks know some from before. always: every call is compared."""
     x, first = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16), dist.get_rank() == 0

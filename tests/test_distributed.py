@@ -68,6 +68,10 @@ def test_distributed_refuses_gradients_of_gradients_and_of_several_samples(proce
             assert text.startswith(expected[name]), f"{name}: {text}"
 
 
+def test_distributed_unshard_takes_any_dtype_and_no_columns(processes):
+    assert processes[2].run(cases.unshard_dtypes) == [[], []]
+
+
 EXPECTED = {
     "causal": r"ValueError: causal, window_size: expected the same on all ranks .*\(True, .* on rank 0; \(False, .* on rank 1$",
     "dtype": r"TypeError: k, v: expected the dtype of q|ValueError: group: rank 1 refused its arguments with TypeError: k, v",

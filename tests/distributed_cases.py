@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -321,6 +323,21 @@ def differentiate_otherwise(method: str) -> dict[str, str]:
         "grad": raised(torch.autograd.grad, penalty, k, retain_graph=True),
         "batched": raised(torch.autograd.grad, out, q, dout, is_grads_batched=True),
     }
+
+
+def compile_autograd(method: str) -> str:
+    """Whether compiled autograd gives the gradients of a plain backward."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
+    found = []
+    for enabled in (False, True):
+        leaves = [x.clone().requires_grad_() for _ in range(3)]
+        loss = distributed.attention(*leaves, method=method, causal=True).float().square().sum()
+        compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+        with compiled if enabled else contextlib.nullcontext():
+            loss.backward()
+        found.append([leaf.grad for leaf in leaves])
+    return str(all(map(torch.equal, *found)))
 
 
 def unshard_dtypes() -> list[str]:

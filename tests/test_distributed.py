@@ -68,6 +68,11 @@ def test_distributed_refuses_gradients_of_gradients_and_of_several_samples(proce
             assert text.startswith(expected[name]), f"{name}: {text}"
 
 
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_distributed_backward_runs_under_compiled_autograd(processes, method):
+    assert processes[2].run(cases.compile_autograd, method) == ["True", "True"]
+
+
 def test_distributed_unshard_takes_any_dtype_and_no_columns(processes):
     assert processes[2].run(cases.unshard_dtypes) == [[], []]
 

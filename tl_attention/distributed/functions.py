@@ -182,6 +182,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if is_batched(dout) or is_batched(dlse):
             raise NotImplementedError(

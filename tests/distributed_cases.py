@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -302,6 +304,64 @@ def disagree() -> dict[str, str]:
     found["alone"] = str(torch.equal(alone, flash_attn_func(x, x, x, causal=True)))
     others = dist.new_group([0])
     found["member"] = "ValueError" if first else raised(attend, x, x, x, others)
+    return found
+
+
+def differentiate_otherwise(method: str) -> dict[str, str]:
+    """Errors of backwards that are refused, and a gradient with create_graph=True that is only read."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
+    out = distributed.attention(q, k, v, method=method, causal=True)
+    dout = torch.randn(3, *out.shape, dtype=out.dtype)
+    plain = torch.autograd.grad(out, (q, k, v), dout[0], retain_graph=True)
+    recorded = torch.autograd.grad(out, (q, k, v), dout[0], create_graph=True)
+    penalty = sum(grad.float().square().sum() for grad in recorded)
+    return {
+        "read": str(all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))),
+        "backward": raised((penalty + out.float().sum()).backward, retain_graph=True),
+        "grad": raised(torch.autograd.grad, penalty, k, retain_graph=True),
+        "batched": raised(torch.autograd.grad, out, q, dout, is_grads_batched=True),
+    }
+
+
+def compile_autograd(method: str) -> str:
+    """Whether compiled autograd gives the gradients of a plain backward."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
+    found = []
+    for enabled in (False, True):
+        leaves = [x.clone().requires_grad_() for _ in range(3)]
+        loss = distributed.attention(*leaves, method=method, causal=True).float().square().sum()
+        compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+        with compiled if enabled else contextlib.nullcontext():
+            loss.backward()
+        found.append([leaf.grad for leaf in leaves])
+    return str(all(map(torch.equal, *found)))
+
+
+def unshard_dtypes() -> list[str]:
+    """What is wrong with unshard() of dtypes that backends of torch.distributed lack, and of tensors without columns."""
+    total, found = 7, []
+    for dtype in (
+        torch.int16,
+        torch.uint16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.bool,
+        torch.bfloat16,
+    ):
+        x = torch.arange(2 * total).view(total, 2).float().to(dtype)
+        for whole in (x, x.conj()) if dtype.is_complex else (x,):
+            joined = distributed.unshard(distributed.shard(whole), seqlen=total)
+            if joined.dtype != dtype or not torch.equal(
+                joined.view(torch.uint8), whole.clone().view(torch.uint8)
+            ):
+                found.append(f"{dtype}: {joined}")
+    for shape in ((0,), (3, 0), (0, 3)):
+        empty = distributed.shard(torch.zeros(total, *shape))
+        if distributed.unshard(empty, seqlen=total).shape != (total, *shape):
+            found.append(f"{shape}")
     return found
 
 

@@ -658,6 +658,20 @@ def test_registration_asks_for_it_in_every_call(monkeypatch):
         torch_backend.register(batch_invariant=1)
 
 
+def test_environment_refuses_calls_of_sdpa_that_the_kernels_do_not_serve(monkeypatch):
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    call = None, None, q, q, q, torch.zeros(1, 2, 8, 8), True, 0.1
+    theirs = tuple(torch.zeros(()) for _ in range(4))
+    monkeypatch.setattr(torch_masks, "preferred", lambda backend: True)
+    monkeypatch.setattr(torch_modes, "ALWAYS_INVARIANT", True)
+    with pytest.raises(
+        NotImplementedError, match=r"serves with TL_ATTENTION_BATCH_INVARIANT=1, .*dropout_p=0.1"
+    ):
+        torch_masks.efficient_forward(*call)
+    monkeypatch.setattr(torch_modes, "ALWAYS_INVARIANT", False)
+    assert torch_masks.efficient_forward(lambda *_, **__: theirs, *call[1:]) is theirs
+
+
 def test_registration_asks_for_it_in_every_layer(monkeypatch):
     transformers = pytest.importorskip("transformers")
     layer, q, seen = torch.nn.Module(), torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16), []

@@ -53,6 +53,30 @@ def test_distributed_deterministic_runs_have_equal_bits(processes, method):
     assert all(processes[2].run(cases.repeat, case))
 
 
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_distributed_refuses_gradients_of_gradients_and_of_several_samples(processes, method):
+    second = "NotImplementedError: attention: the gradient of a gradient is not supported"
+    expected = {
+        "read": "True",
+        "backward": second,
+        "grad": second,
+        "batched": "NotImplementedError: attention: expected gradients of one sample",
+    }
+    for found in processes[2].run(cases.differentiate_otherwise, method):
+        assert sorted(found) == sorted(expected)
+        for name, text in found.items():
+            assert text.startswith(expected[name]), f"{name}: {text}"
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_distributed_backward_runs_under_compiled_autograd(processes, method):
+    assert processes[2].run(cases.compile_autograd, method) == ["True", "True"]
+
+
+def test_distributed_unshard_takes_any_dtype_and_no_columns(processes):
+    assert processes[2].run(cases.unshard_dtypes) == [[], []]
+
+
 EXPECTED = {
     "causal": r"ValueError: causal, window_size: expected the same on all ranks .*\(True, .* on rank 0; \(False, .* on rank 1$",
     "dtype": r"TypeError: k, v: expected the dtype of q|ValueError: group: rank 1 refused its arguments with TypeError: k, v",

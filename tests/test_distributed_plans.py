@@ -236,6 +236,13 @@ def test_plans_one_rank_takes_the_tokens_of_q_alone(packed):
         distributed.attention(q, q, k, **options)
 
 
+@pytest.mark.parametrize(("options", "dims"), [({}, 4), ({"cu_seqlens": [0, 4]}, 3)])
+def test_plans_one_rank_names_a_q_of_too_few_dimensions(options, dims):
+    for x in (torch.randn(4, 16, dtype=torch.bfloat16), torch.randn(16, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"^q: expected {dims} dimensions"):
+            distributed.attention(x, x, x, **options)
+
+
 def test_plans_helpers_name_the_argument():
     with pytest.raises(ValueError, match="seqlen: expected the tokens of the whole sequence"):
         distributed.positions()

@@ -247,6 +247,17 @@ def test_flex_refuses_transforms():
         torch.vmap(lambda q: flex_attention(q, q, q))(q8[None])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_refuses_gradients_of_several_samples(compiled):
+    def attend(q):
+        return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + i * j)
+
+    q = q8.clone().requires_grad_()
+    out = (torch.compile(attend, backend="aot_eager") if compiled else attend)(q)
+    with pytest.raises(NotImplementedError, match="^flex_attention: expected gradients of one sample"):
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape, dtype=out.dtype), is_grads_batched=True)
+
+
 fixed_slopes = torch.rand(HEADS)
 batch_slopes = torch.rand(2, HEADS)
 WINDOW_16, WINDOW_8 = BuiltinOptions(window=(16, 0)), BuiltinOptions(window=(8, 0))

@@ -15,7 +15,7 @@ import torch
 from tl_attention.api.flex_calls import attend_functions, check_request
 from tl_attention.api.flex_lists import block_mask_of
 from tl_attention.checks.common import is_dtensor
-from tl_attention.checks.flex import FLEX_NAMES, LISTS, no_second_order, transformed
+from tl_attention.checks.flex import FLEX_NAMES, LISTS, batched_gradients, no_second_order, transformed
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.torch_ops.ops import scale_of
 from tl_attention.torch_ops.transforms import (
@@ -24,6 +24,7 @@ from tl_attention.torch_ops.transforms import (
     define_op,
     empty_results,
     register_autograd_of_lists,
+    register_batched_gradients_error,
     register_vmap_error,
     with_max_logits,
 )
@@ -244,3 +245,4 @@ register_autograd_of_lists(flex_max_logits_op, _save, _backward)
 register_autograd_of_lists(flex_bwd_op, None, _no_double_backward)
 for _op in (flex_op, flex_max_logits_op):
     register_vmap_error(_op, transformed(FLEX_NAMES.function))
+register_batched_gradients_error(flex_bwd_op, batched_gradients(FLEX_NAMES.function))

@@ -158,6 +158,14 @@ def no_second_order(function: str) -> NotImplementedError:
     )
 
 
+def batched_gradients(function: str) -> NotImplementedError:
+    """Error of a backward of several samples at once. function: as in check_not_transformed."""
+    return NotImplementedError(
+        f"{function}: expected gradients of one sample, as those of torch.autograd.grad(is_grads_batched=True) and"
+        " torch.autograd.functional with vectorize=True are not supported with functions, masks and biases, got several; call it per sample"
+    )
+
+
 def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v expanded to the batch of q if they have one entry for all."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -33,7 +33,7 @@ from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.problem.options import ALWAYS_INVARIANT, as_stored, canonical_window, saveable
-from tl_attention.torch_ops.ops import check_device_or_warn, scale_of
+from tl_attention.torch_ops.ops import check_device_or_warn, is_batched, scale_of
 
 CLASSES: dict[str, type[Gather] | type[Ring]] = {"gather": Gather, "ring": Ring}
 Method = Gather | Ring
@@ -182,12 +182,35 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.compiler.disable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        if is_batched(dout) or is_batched(dlse):
+            raise NotImplementedError(
+                "attention: expected gradients of one sample, as ranks exchange no samples, got those of torch.autograd.grad("
+                "is_grads_batched=True); call it per sample"
+            )
         slopes, sink, rng_state, out, *saved = ctx.saved_tensors
         given = Given(slopes, sink, rng_state)
-        dq, dk, dv, dsink = ctx.call.backward(dout, dlse, out, saved, given)
-        return None, dq, dk, dv, dsink, None, None
+        with torch.no_grad():
+            grads = ctx.call.backward(dout, dlse, out, saved, given)
+        if torch.is_grad_enabled():  # all inputs are behind out
+            grads = _Once.apply(len(grads), *grads, dout, dlse, out)
+        return None, *grads, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that refuse to be differentiated, where a backward is recorded (create_graph=True)."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """tensors: `number` gradients, then what they depend on."""
+        return tuple(None if x is None else x.detach() for x in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "attention: the gradient of a gradient is not supported; call backward without create_graph=True"
+        )
 
 
 class Prepared(NamedTuple):
@@ -416,9 +439,9 @@ def _values(cu_seqlens: object) -> object:
 def _attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Output:
     """The call of a group of one rank."""
     _check_placement(q, ranks, asked)
-    if isinstance(k, torch.Tensor) and k.ndim == q.ndim:
-        _check_rows(q, k)
     documents, options = documents_of(asked.cu_seqlens), asked.of_one_gpu
+    if isinstance(k, torch.Tensor) and k.ndim == q.ndim == (4 if documents is None else 3):
+        _check_rows(q, k)
     if documents is None:
         return flash_attn_func(q, k, v, **options)
     lengths = [stop - start for start, stop in pairwise(documents)]

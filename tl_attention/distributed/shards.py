@@ -180,11 +180,15 @@ def unshard(
     others = [peer for peer in range(ranks.world) if peer != ranks.rank]
     if not others:
         return x
-    mine, width = len(own), math.prod(own.shape[1:])
+    mine, shape = len(own), own.shape[1:]
+    width = own.element_size() * math.prod(shape)  # bytes: gloo and NCCL lack dtypes, each of them others
     sends = [Part(peer, 0, mine) for peer in others if mine]
     receives = [Part(peer, 0, found.rows(peer)) for peer in others if found.rows(peer)]
-    (arrived,) = Exchange(ranks, sends, receives, [width]).run(own.view(-1))
-    of_ranks = {part.peer: x.view(-1, *own.shape[1:]) for part, x in zip(receives, arrived, strict=True)}
+    (arrived,) = Exchange(ranks, sends, receives, [width]).run(own.view(-1).view(torch.uint8))
+    of_ranks = {
+        part.peer: x.view(own.dtype).view(part.stop, *shape)
+        for part, x in zip(receives, arrived, strict=True)
+    }
     of_ranks[ranks.rank] = own
     parts = [of_ranks[part.rank][part.row : part.row + part.rows] for part in found.segments]
     return (torch.cat(parts) if parts else own).movedim(0, dim)

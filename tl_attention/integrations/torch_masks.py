@@ -286,11 +286,11 @@ def _served(
         return torch_unmasked.forward(query, key, value, causal, scale)
     if serves(*call, scale):
         return _forward(query, key, value, attn_bias, scale)
-    if MODES.batch_invariant and query.numel() and key.numel():  # without keys nothing depends on the batch
+    if MODES.is_invariant and query.numel() and key.numel():  # without keys nothing depends on the batch
         mask = "no attn_mask" if attn_bias is None else f"attn_mask {list(attn_bias.shape)} {attn_bias.dtype}"
         raise NotImplementedError(
-            "scaled_dot_product_attention: expected a call that tl_attention serves after torch_backend.register(batch_invariant=True),"
-            f" got query {list(query.shape)} {query.dtype}, {mask}, dropout_p={dropout_p}; docs/torch.md has the table, or choose another"
+            f"scaled_dot_product_attention: expected a call that tl_attention serves {MODES.origin}, got query"
+            f" {list(query.shape)} {query.dtype}, {mask}, dropout_p={dropout_p}; docs/torch.md has the table, or choose another"
             " SDPBackend"
         )
     return None

@@ -24,6 +24,15 @@ class Modes:
         return self.batch_invariant or ALWAYS_INVARIANT
 
     @property
+    def origin(self) -> str:
+        """What asks for it, for an error."""
+        return (
+            "after torch_backend.register(batch_invariant=True)"
+            if self.batch_invariant
+            else "with TL_ATTENTION_BATCH_INVARIANT=1"
+        )
+
+    @property
     def num_splits(self) -> int:
         """num_splits of Options."""
         return BATCH_INVARIANT if self.is_invariant else 0

@@ -11,12 +11,14 @@ from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
     Names,
+    batched_gradients,
     no_second_order,
 )
 from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.problem.options import Options
 from tl_attention.problem.program import Call
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
+from tl_attention.torch_ops.ops import is_batched
 from tl_attention.torch_ops.transforms import empty_results
 
 
@@ -77,7 +79,10 @@ class _Flex(torch.autograd.Function):
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
             return *[None] * 7, *grads
+        names = FLEX_NAMES if heads_first else FLASH_NAMES
         given = dout, dlse
+        if any(map(is_batched, given)):
+            raise batched_gradients(names.function)
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
@@ -94,7 +99,6 @@ class _Flex(torch.autograd.Function):
             grads[i] = found[i].to(tensors[i].dtype)
         grads = [found["q"], found["k"], found["v"], *grads]
         if torch.is_grad_enabled():
-            names = FLEX_NAMES if heads_first else FLASH_NAMES
             grads = _Once.apply(names, len(grads), *grads, *given, q, k, v, *tensors)
         return *[None] * 4, *grads
 

@@ -349,7 +349,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = dout, q, k, v, out, lse
-        traced = torch.is_grad_enabled() or is_traced() or _is_batched(dout) or _is_batched(dlse)
+        traced = torch.is_grad_enabled() or is_traced() or is_batched(dout) or is_batched(dlse)
         if traced or not are_plain(*tensors) or not q.is_cuda:
             grads = run_backward_op(tensors, dlse, call, options)
         else:
@@ -387,7 +387,7 @@ def is_traced() -> bool:
     )
 
 
-def _is_batched(grad: torch.Tensor | None) -> bool:
+def is_batched(grad: torch.Tensor | None) -> bool:
     """True for a gradient of torch.autograd.grad(is_grads_batched=True), which is_traced does not see."""
     return grad is not None and _is_legacy_batched(grad)
 

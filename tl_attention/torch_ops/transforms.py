@@ -97,11 +97,19 @@ def register_autograd_of_lists(op: torch._ops.OpOverload, save: Callable | None,
 
 def register_vmap_error(op: torch._ops.OpOverload, error: Exception) -> None:
     """Register an error for an op that would have to run under torch.vmap."""
+    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", _raising(error), lib=_library_of(op, "vmap"))
 
+
+def register_batched_gradients_error(op: torch._ops.OpOverload, error: Exception) -> None:
+    """Register an error for a backward op that would have to run in torch.autograd.grad(is_grads_batched=True)."""
+    _library_of(op, "batched gradients").impl(op._opname, _raising(error), "Batched")
+
+
+def _raising(error: Exception) -> Callable[..., NoReturn]:
     def rule(*arguments: Any) -> NoReturn:
         raise error
 
-    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_library_of(op, "vmap"))
+    return rule
 
 
 def register_autograd(

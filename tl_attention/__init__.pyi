@@ -1525,9 +1525,10 @@ def flash_attn_with_kvcache(
             position of a node is its depth, so rotate q and k before the call.
         batch_invariant: out and softmax_lse of a query have the same bits whatever the rest of the
             batch, and those of flash_attn_func and flash_attn_varlen_func with batch_invariant, but
-            with ALiBi and multi-head latent attention (docs/numerics.md). One CTA then reads all
-            keys of a sequence and key head: slower where these are few and long.
-            TL_ATTENTION_BATCH_INVARIANT=1 sets it in every call.
+            with ALiBi and multi-head latent attention (docs/numerics.md), which is refused beside a
+            sink or a left bound of window_size. One CTA then reads all keys of a sequence and key
+            head: slower where these are few and long. TL_ATTENTION_BATCH_INVARIANT=1 sets it in
+            every call.
         workspace: uint8, at least kvcache_workspace_bytes(..) long, for the partial results of
             splits. No other launch may use it at the same time. None: the call allocates it.
         check_lengths: for debugging: check the values of cache_seqlens, cache_batch_idx,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from tl_attention import flash_attn_varlen_func, flash_attn_with_kvcache, kvcache_workspace_bytes
 from tl_attention.api import kvcache
+from tl_attention.checks.kvcache import check_page_strides, is_cache
 from tl_attention.problem.options import Cache
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -146,3 +148,20 @@ def test_no_kernel_reads_an_empty_table_of_pages():
             assert len(launches) == before > 0
             for out, lse in results:
                 assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_is_cache_agrees_with_the_check_of_a_cache():
+    """is_cache() decides by usual strides first, without the check."""
+    memory, rng, found = torch.zeros(200_000, dtype=torch.bfloat16), random.Random(0), set()
+    for _ in range(3000):
+        shape = *(rng.choice((1, 2, 3)) for _ in range(3)), 16
+        steps = [rng.choice((0, 8, 16, 24, 32, 64, 96, 20, 384, 4096, 4104)) for _ in range(3)]
+        x = memory.as_strided(shape, (*steps, 1), rng.choice((0, 8, 4)))
+        try:
+            check_page_strides("k_cache", x)
+            expected = x.data_ptr() % 16 == 0
+        except ValueError:
+            expected = False
+        assert is_cache(x) == expected, (shape, steps)
+        found.add(expected)
+    assert found == {True, False}

@@ -10,11 +10,10 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from matrix.memory import forget_plans
-from matrix.worker import is_lost
+from matrix.worker import is_lost, line_to_parent
 
 from .arrangements import Arrangement, Sequences
 from .draws import Draw, OptionSet, Run, draw_of
@@ -90,13 +89,7 @@ def run_share(run: Run, share: Share, device: str, say: Say) -> None:
 
 def main(run: Run, device: str) -> None:
     """Run shares by their ids in lines of JSON, until stdin ends."""
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
-
-    def say(kind: str, **values: Any) -> None:
-        channel.write(json.dumps({"kind": kind, **values}) + "\n")
-        channel.flush()
-
+    say = line_to_parent()
     torch.set_num_threads(1)
     gpu = "no GPU" if device == "cpu" else torch.cuda.get_device_name()
     torch.ones(64, 64, device=device).matmul(torch.ones(64, 64, device=device)).sum().item()

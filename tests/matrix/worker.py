@@ -80,15 +80,21 @@ def is_lost() -> bool:
         return True
 
 
-def main(device: str | None = None) -> None:
-    """Run classes by their ids in lines of JSON, until stdin ends. device: None: the current GPU."""
+def line_to_parent() -> Callable[..., None]:
+    """say(kind, **values): a line of JSON on stdout. What libraries print goes to the log from then on."""
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)
 
     def say(kind: str, **values: Any) -> None:
         channel.write(json.dumps({"kind": kind, **values}) + "\n")
         channel.flush()
 
+    return say
+
+
+def main(device: str | None = None) -> None:
+    """Run classes by their ids in lines of JSON, until stdin ends. device: None: the current GPU."""
+    say = line_to_parent()
     from .classes import pack_classes
 
     torch.set_num_threads(1)

@@ -119,7 +119,7 @@ def separate_dS(step, i, begin):
 
 @T.macro
 def dq_apart(step, i, begin):
-    """Order "apart": the warpgroup of dq_sinks/apart.py computes dQ."""
+    """Order "apart" with registers reused: the warpgroup of dq_sinks/apart.py computes dQ."""
     smem = step.smem
     step.finish_scores(i, begin)
     step.exponentiate(i)

@@ -40,7 +40,7 @@ class DqMemory:
                 "handle",
                 name,
                 T.address_of(sums.tensor[row_block, first_col // 8, 0, 0]),
-                T.access_ptr(self.tile[0], "r"),  # also written, but as "w" TileLang 0.1.15 adds a fence
+                T.access_ptr(self.tile[0], "r"),  # written, too, but the function has the fence that "w" adds
                 acc_dq.data,
             )
         )

@@ -576,6 +576,20 @@ def test_deterministic_gradients_of_many_heads_have_one_order(head_dim, causal):
 
 
 @gpu
+def test_a_query_without_keys_has_one_log_sum_exp():
+    """A call without any key launches no kernel."""
+    heads = 200
+    sinks = 4 * torch.randn(heads, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(3, 301, heads, 64, device="cuda", dtype=torch.bfloat16)
+    options = {"learnable_sink": sinks.cuda(), "return_attn_probs": True, "batch_invariant": True}
+    ends = _ints([0, 1, 301]), _ints([0, 0, 301])
+    _, packed, _ = flash_attn_varlen_func(q, k, v, *ends, 300, 301, causal=True, **options)
+    _, alone, _ = flash_attn_func(q[None, :1], k[None, :0], v[None, :0], causal=True, **options)
+    assert torch.equal(packed[:, 0], alone[0, :, 0])
+    torch.testing.assert_close(alone[0, :, 0].cpu(), sinks)
+
+
+@gpu
 def test_flex_entries_do_not_depend_on_the_batch():
     q, k, v = (torch.randn(5, 4, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mask = create_block_mask(lambda b, h, x, y: (x >= y) & (y % 7 != 3), None, None, 700, 700, device="cuda")

@@ -97,6 +97,11 @@ def has_no_sequences(options: Options | None) -> bool:
     return options is not None and options.varlen and options.cu_seqlens_q.shape[0] == 1
 
 
+def lse_without_keys(sink: torch.Tensor, lse_unit: float) -> torch.Tensor:
+    """Log-sum-exp [heads] of a query that sees no key, rounded as in kernels: the sink in base 2, then in units of `lse_unit`."""
+    return sink.float() * LOG2E * lse_unit
+
+
 @functools.cache
 def device_costs(device: int) -> Costs:
     """Costs of launches on a GPU, by its index."""

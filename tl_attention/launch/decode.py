@@ -26,6 +26,7 @@ from tl_attention.launch.common import (
     compile_needed,
     dense,
     empty,
+    lse_without_keys,
     unused_tensor,
 )
 from tl_attention.problem.attn_problem import (
@@ -279,7 +280,7 @@ def _attend_nothing(q: torch.Tensor, head_dim_v: int, options: Options) -> tuple
     batch, seqlen_q, heads, _ = q.shape
     lse = torch.full((batch, heads, seqlen_q), -math.inf, device=q.device)
     if options.sink is not None:
-        lse.copy_(options.sink.float()[:, None].expand_as(lse))
+        lse.copy_(lse_without_keys(options.sink, LN2)[:, None].expand_as(lse))
     return q.new_zeros(batch, seqlen_q, heads, head_dim_v), lse
 
 

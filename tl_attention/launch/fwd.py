@@ -35,6 +35,7 @@ from tl_attention.launch.common import (
     find_config,
     fragment_blocks,
     has_no_sequences,
+    lse_without_keys,
     qkv_key,
     tile_counts,
 )
@@ -514,7 +515,7 @@ def _forward_of_empty(
         with writing(out):
             out.zero_()
         if options is not None and options.sink is not None and not has_no_sequences(options):
-            lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
+            lse.copy_(lse_without_keys(options.sink, 1.0 if lse_base2 else LN2)[:, None].expand_as(lse))
             if options.varlen:
                 behind = torch.arange(lse.shape[-1], device=lse.device) >= options.cu_seqlens_q[-1]
                 lse.masked_fill_(behind, -math.inf)

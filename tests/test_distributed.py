@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -200,6 +201,18 @@ def test_distributed_example_trains_alike_on_any_number_of_processes(processes):
         assert losses == pytest.approx(expected, abs=2e-3)
     printed = by_torchrun(EXAMPLE, *ARGUMENTS)
     assert [float(loss) for loss in re.findall(r"loss (\S+)", printed)] == pytest.approx(expected, abs=2e-3)
+
+
+def test_distributed_qk_clip_example_clips_alike_on_any_number_of_processes(monkeypatch, capsys):
+    script = EXAMPLES / "qk_clip.py"
+    arguments = "--steps", "4", "--threshold", "3"
+    monkeypatch.setattr("sys.argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    alone, together = (
+        [float(score) for scores in re.findall(r"largest scores (.*)", text) for score in scores.split(", ")]
+        for text in (capsys.readouterr().out, by_torchrun(script, *arguments))
+    )
+    assert len(alone) == 8 and together == pytest.approx(alone, abs=0.03)
 
 
 def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:

@@ -8,7 +8,8 @@ import math
 import os
 import random
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
 from tl_attention.distributed import functions, roll
@@ -46,6 +48,7 @@ class Case:
     sink: bool = False
     dropout: float = 0.0
     lse: bool = True  # it gets a gradient
+    max_logits: bool = False
 
     @property
     def tokens(self) -> int:
@@ -187,7 +190,7 @@ def run_whole(case: Case, x: dict[str, torch.Tensor | None], state: torch.Tensor
 def run_shards(
     case: Case, x: dict[str, torch.Tensor | None], deterministic: bool = False
 ) -> list[torch.Tensor]:
-    """out, lse and gradients of the shards, joined."""
+    """out, lse, gradients and, with max_logits, the largest scores of the shards, joined."""
     dim, lse_dim = (1, 2) if case.documents is None else (0, 1)
     layout = case.layout
     if layout == "balanced":
@@ -202,16 +205,21 @@ def run_shards(
     sink = None if x["sink"] is None else x["sink"].clone().requires_grad_()
     options = dict(case.options, alibi_slopes=x["slopes"], learnable_sink=sink, dropout_p=case.dropout)
     options |= {"rng_state": rng_state(x) if case.dropout else None, "return_attn_probs": True}
-    options |= {"deterministic": deterministic, "method": case.method}
-    out, lse, _ = distributed.attention(*leaves, **options, **placed)
+    options |= {"deterministic": deterministic, "method": case.method, "return_max_logits": case.max_logits}
+    out, lse, _, *largest = distributed.attention(*leaves, **options, **placed)
     dlse = None if x["dlse"] is None else distributed.shard(x["dlse"], dim=lse_dim, layout=layout)
     differentiate(out, lse, distributed.shard(x["dout"], **place), dlse)
-    assert not out._is_view() and not lse._is_view()  # else autograd refuses changes in place
-    results = (out, dim), (lse, lse_dim), *((leaf.grad, dim) for leaf in leaves)
+    assert not any(x._is_view() for x in (out, lse, *largest))  # else autograd refuses changes in place
+    results = (
+        (out, dim),
+        (lse, lse_dim),
+        *((leaf.grad, dim) for leaf in leaves),
+        *((x, lse_dim) for x in largest),
+    )
     joined = unsharded(results, seqlen=case.tokens, layout=layout)
     if sink is not None:
         dist.all_reduce(sink.grad)
-        joined.append(sink.grad)
+        joined.insert(5, sink.grad)
     return joined
 
 
@@ -258,6 +266,53 @@ def difference(case: Case, x: dict[str, Any], found: list[torch.Tensor]) -> str:
     return "; ".join(one.text for one in (forward, backward) if not one.ok)
 
 
+def largest_scores(case: Case, x: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    """Largest score of each query by the formula in fp64, in the shape of lse."""
+    q, k = (x[name].double() if case.documents is None else x[name][None].double() for name in "qk")
+    k = k.repeat_interleave(case.heads[0] // case.heads[1], 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * case.head_dims[0] ** -0.5
+    if softcap := case.options.get("softcap"):
+        scores = softcap * (scores / softcap).tanh()
+    token = torch.arange(case.tokens, device=q.device)
+    bounds = torch.tensor(case.documents or (0, case.total), device=q.device)
+    document = torch.searchsorted(bounds, token, right=True) - 1
+    ahead = token - token[:, None]  # key after query
+    if (slopes := x["slopes"]) is not None:
+        if slopes.ndim == 1:
+            slopes = slopes[:, None, None]
+        elif case.documents is None:
+            slopes = slopes[:, :, None, None]
+        else:
+            slopes = slopes[document].mT[:, :, None]
+        scores = scores - slopes.double() * ahead.abs()
+    left, right = (math.inf if n < 0 else n for n in case.options.get("window_size", (-1, -1)))
+    right = 0 if case.options.get("causal") else right
+    hidden = (document != document[:, None]) | (ahead > right) | (ahead < -left)
+    found = scores.masked_fill(hidden, -math.inf).amax(-1)
+    return found if case.documents is None else found[0]
+
+
+def compare_max_logits(case: Case, checks: bool, device: str = "cpu") -> str:
+    """Text of what is wrong with the largest scores of a case, and with its other results beside them.
+
+    On the CPU these have the bits of a call without max_logits, on a GPU other kernels compute them.
+    """
+    x = inputs(case, device)
+    *found, largest = run_shards(replace(case, max_logits=True), x)
+    plain = run_shards(case, x) if device == "cpu" else []
+    if not checks:
+        return ""
+    wrong = [] if plain else [difference(case, x, found)]
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, plain, strict=False):
+        wrong += [] if torch.equal(one, other) else [f"{name} has other bits"]
+    tolerance = 1e-6 if device == "cpu" else 1e-3
+    try:
+        torch.testing.assert_close(largest.double(), largest_scores(case, x), rtol=tolerance, atol=tolerance)
+    except AssertionError as error:
+        wrong.append(f"max_logits: {error}")
+    return "; ".join(text for text in wrong if text)
+
+
 def raised(call: Any, *arguments: Any, **options: Any) -> str:
     """Type and text of the error of a call."""
     try:
@@ -267,11 +322,50 @@ def raised(call: Any, *arguments: Any, **options: Any) -> str:
     return "no error"
 
 
-def run_cases(cases: list[Case], device: str = "cpu") -> dict[str, str]:
+def run_cases(
+    cases: list[Case], device: str = "cpu", compare: Callable[[Case, bool, str], str] = compare
+) -> dict[str, str]:
     """Texts of what is wrong, by case. The ranks take turns in checking."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {case.name: compare(case, number % world == rank, device) for number, case in enumerate(cases)}
     return {name: text for name, text in found.items() if text}
+
+
+def ask_for_max_logits(method: str) -> dict[str, bool]:
+    """What holds of calls that ask for the largest scores."""
+    torch.manual_seed(dist.get_rank())
+    leaves = [torch.randn(1, 4, 4, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+    def attend(*qkv: torch.Tensor, **options: bool) -> Any:
+        return distributed.attention(*qkv, method=method, causal=True, return_max_logits=True, **options)
+
+    def gradients(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    out, lse, none, expected = attend(*leaves, return_attn_probs=True)
+    plain = distributed.attention(*leaves, method=method, causal=True)
+    of_plain = gradients(plain)
+    holds = {"four results": none is None and lse.requires_grad and torch.equal(out, plain)}
+    found, largest = attend(*leaves)
+    holds["two results"] = torch.equal(found, plain) and torch.equal(largest, expected)
+    holds["not differentiable"] = not largest.requires_grad and largest.dtype is torch.float32
+    largest.zero_()
+    holds["changed in place"] = all(map(torch.equal, gradients(found), of_plain))
+    with torch.no_grad():
+        holds["without gradients"] = torch.equal(attend(*leaves)[1], expected)
+    packed = attend(*(x[0] for x in leaves), cu_seqlens=[0, 4 * dist.get_world_size()])
+    holds["packed"] = torch.equal(packed[1], expected[0])
+    found, largest = torch.compile(lambda *x: attend(*(2 * one for one in x)), backend="aot_eager")(*leaves)
+    doubled = attend(*(2 * one.detach() for one in leaves))
+    holds["compiled around"] = torch.equal(found, doubled[0]) and torch.equal(largest, doubled[1])
+    found, largest = checkpoint(attend, *leaves, use_reentrant=False)
+    holds["checkpoint"] = torch.equal(largest, expected) and all(map(torch.equal, gradients(found), of_plain))
+    of_heads = expected.amax((0, 2))
+    dist.all_reduce(of_heads, dist.ReduceOp.MAX)
+    whole = [distributed.unshard(x.detach(), dim=1) for x in leaves]
+    _, of_whole = flash_attn_func(*whole, causal=True, return_max_logits=True)
+    holds["of heads"] = torch.equal(of_heads, of_whole.amax((0, 2)))
+    return holds
 
 
 def disagree() -> dict[str, str]:
@@ -285,6 +379,8 @@ def disagree() -> dict[str, str]:
     found["rows"] = raised(attend, *[x if first else x[:, :3]] * 3)
     found["documents"] = raised(attend, *[x[0]] * 3, cu_seqlens=[0, 3 + first, world * 4])
     found["cross"] = raised(attend, x, *[x[:, :3]] * 2)
+    found["max_logits"] = raised(attend, x, x, x, return_max_logits=first)
+    found["no bool"] = raised(attend, x, x, x, return_max_logits=1)
     found["layout"] = raised(attend, x, x, x, layout="zigzag" if first else "contiguous")
     found["gradient"] = raised(attend, x.clone().requires_grad_(first), x, x)
     attend(x, x, x)
@@ -325,14 +421,15 @@ def differentiate_otherwise(method: str) -> dict[str, str]:
     }
 
 
-def compile_autograd(method: str) -> str:
+def compile_autograd(method: str, max_logits: bool) -> str:
     """Whether compiled autograd gives the gradients of a plain backward."""
     torch.manual_seed(0)
     x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
     found = []
     for enabled in (False, True):
         leaves = [x.clone().requires_grad_() for _ in range(3)]
-        loss = distributed.attention(*leaves, method=method, causal=True).float().square().sum()
+        out = distributed.attention(*leaves, method=method, causal=True, return_max_logits=max_logits)
+        loss = (out[0] if max_logits else out).float().square().sum()
         compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
         with compiled if enabled else contextlib.nullcontext():
             loss.backward()
@@ -487,9 +584,11 @@ def capture(case: Case) -> float:
     def run() -> list[torch.Tensor]:
         for leaf in leaves:
             leaf.grad = None
-        out = distributed.attention(*leaves, **case.options, **placed, method=case.method)
+        asked = {"method": case.method, "return_max_logits": case.max_logits}
+        found = distributed.attention(*leaves, **case.options, **placed, **asked)
+        out, *largest = found if case.max_logits else [found]
         out.backward(dout)
-        return [out.detach(), *(leaf.grad for leaf in leaves)]
+        return [out.detach(), *(leaf.grad for leaf in leaves), *largest]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

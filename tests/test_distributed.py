@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +48,17 @@ def test_distributed_random_problems_equal_one_process(processes):
     assert not merged(processes[2].run(cases.run_cases, problems))
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_distributed_max_logits_are_the_largest_scores(processes, world):
+    assert not merged(processes[world].run(cases.run_cases, cases.CASES, "cpu", cases.compare_max_logits))
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_distributed_max_logits_leave_the_other_results_alone(processes, method):
+    for holds in processes[2].run(cases.ask_for_max_logits, method):
+        assert len(holds) == 9 and all(holds.values()), holds
+
+
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_distributed_deterministic_runs_have_equal_bits(processes, method):
     case = cases.Case("bits", method, options=cases.MASKS["causal"])
@@ -68,9 +80,10 @@ def test_distributed_refuses_gradients_of_gradients_and_of_several_samples(proce
             assert text.startswith(expected[name]), f"{name}: {text}"
 
 
+@pytest.mark.parametrize("max_logits", [False, True])
 @pytest.mark.parametrize("method", ["gather", "ring"])
-def test_distributed_backward_runs_under_compiled_autograd(processes, method):
-    assert processes[2].run(cases.compile_autograd, method) == ["True", "True"]
+def test_distributed_backward_runs_under_compiled_autograd(processes, method, max_logits):
+    assert processes[2].run(cases.compile_autograd, method, max_logits) == ["True", "True"]
 
 
 def test_distributed_unshard_takes_any_dtype_and_no_columns(processes):
@@ -83,6 +96,8 @@ EXPECTED = {
     "rows": r"ValueError: cu_seqlens, seqlen: expected the same .* \(0, 8\) on rank 0; \(0, 6\) on rank 1",
     "documents": r"ValueError: cu_seqlens, seqlen: expected the same .* \(0, 4, 8\) on rank 0; \(0, 3, 8\) on rank 1",
     "cross": "ValueError: k, v: expected the tokens of q, 4, got 3",
+    "max_logits": "ValueError: return_max_logits: expected the same on all ranks .* True on rank 0; False on rank 1$",
+    "no bool": "TypeError: return_max_logits: expected a bool, got 1",
     "layout": "ValueError: layout: expected the same on all ranks",
     "gradient": "ValueError: q, k, v, learnable_sink .any needs a gradient.: .* True on rank 0; False on rank 1",
     **dict.fromkeys(("jvp", "dual", "vmap"), r"NotImplementedError: attention: expected a call outside torch.func \("),
@@ -150,7 +165,8 @@ def test_distributed_rank_that_dies_is_an_error_of_the_others(processes):
         processes[2].run(cases.lose_a_rank)
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "long_context.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE = EXAMPLES / "long_context.py"
 ARGUMENTS = [
     "--seqlen",
     "256",
@@ -167,20 +183,36 @@ ARGUMENTS = [
 ]
 
 
+def by_torchrun(*command: object) -> str:
+    """What a script prints that two processes run."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, *map(str, command)], capture_output=True, text=True, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_distributed_example_trains_alike_on_any_number_of_processes(processes):
     expected = cases.train_example(str(EXAMPLE), ARGUMENTS)
     assert len(expected) == 2
     for losses in processes[2].run(cases.train_example, str(EXAMPLE), [*ARGUMENTS, "--method", "ring"]):
         assert losses == pytest.approx(expected, abs=2e-3)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLE), *ARGUMENTS], capture_output=True, text=True, env=environment, timeout=240
+    printed = by_torchrun(EXAMPLE, *ARGUMENTS)
+    assert [float(loss) for loss in re.findall(r"loss (\S+)", printed)] == pytest.approx(expected, abs=2e-3)
+
+
+def test_distributed_qk_clip_example_clips_alike_on_any_number_of_processes(monkeypatch, capsys):
+    script = EXAMPLES / "qk_clip.py"
+    arguments = "--steps", "4", "--threshold", "3"
+    monkeypatch.setattr("sys.argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    alone, together = (
+        [float(score) for scores in re.findall(r"largest scores (.*)", text) for score in scores.split(", ")]
+        for text in (capsys.readouterr().out, by_torchrun(script, *arguments))
     )
-    assert done.returncode == 0, done.stderr
-    assert [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)] == pytest.approx(
-        expected, abs=2e-3
-    )
+    assert len(alone) == 8 and together == pytest.approx(alone, abs=0.03)
 
 
 def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
@@ -200,6 +232,8 @@ def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
             for bucket in buckets if direction == "fwd" else set(buckets) - {SPLIT_BUCKET}:
                 config, _ = configs.pick_config(problem.served_as, bucket, gpu, direction)
                 found += config.kernels(problem)
+                if direction == "fwd" and bucket not in (SPLIT_BUCKET, FEW_BUCKET):
+                    found += config.storing_max.kernels(problem)
                 if direction != "fwd":  # of the ring
                     found += config.kernels(replace(problem, options=(*asked, "partial")))
                 if (
@@ -239,8 +273,9 @@ def test_distributed_context_parallel_of_torch_runs_on_the_kernels(gpus):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("max_logits", [False, True])
 @pytest.mark.parametrize("method", ["gather", "ring"])
-def test_distributed_calls_can_be_captured_in_a_graph(gpus, method):
+def test_distributed_calls_can_be_captured_in_a_graph(gpus, method, max_logits):
     case = cases.Case(
         "graph",
         method,
@@ -249,6 +284,7 @@ def test_distributed_calls_can_be_captured_in_a_graph(gpus, method):
         heads=(8, 2),
         head_dims=(128, 128),
         options=cases.MASKS["causal"],
+        max_logits=max_logits,
     )
     assert max(gpus.run(cases.capture, case)) < 1e-3
 
@@ -258,3 +294,11 @@ def test_distributed_random_problems_equal_one_gpu(gpus):
     for seed in range(RANDOM):  # one at a time, so that an error names it
         problem = cases.random_case(seed, "cuda")
         assert not merged(gpus.run(cases.run_cases, [problem], "cuda")), problem
+
+
+@pytest.mark.gpu
+def test_distributed_max_logits_are_the_largest_scores_on_gpus(gpus):
+    for seed in range(RANDOM, RANDOM + 60):  # one at a time, so that an error names it
+        problem = cases.random_case(seed, "cuda")
+        wrong = merged(gpus.run(cases.run_cases, [problem], "cuda", cases.compare_max_logits))
+        assert not wrong, f"{problem}: {wrong}"

@@ -193,6 +193,8 @@ def test_plans_one_rank_makes_the_plain_call():
     out, lse, _ = distributed.attention(q, k, v, causal=True, return_attn_probs=True)
     expected, expected_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    found = distributed.attention(q, k, v, causal=True, return_max_logits=True)
+    assert all(map(torch.equal, found, flash_attn_func(q, k, v, causal=True, return_max_logits=True)))
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     out = distributed.attention(q[0], k[0], v[0], causal=True, cu_seqlens=[0, 4, 9])
     assert torch.equal(out, flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, causal=True))
@@ -215,6 +217,8 @@ def test_plans_one_rank_makes_the_plain_call():
         ({"cu_seqlens": [0, 9.0]}, TypeError, "cu_seqlens: expected ints"),
         ({"cu_seqlens": 3}, TypeError, "cu_seqlens: expected a tensor or a list of ints, got 3"),
         ({"cu_seqlens": torch.zeros(2, device="meta")}, ValueError, "cu_seqlens: expected a tensor on the CPU"),
+        ({"return_max_logits": 1}, TypeError, "^return_max_logits: expected a bool, got 1"),
+        ({"max_logits": True}, TypeError, r"^attention.* 'max_logits'; did you mean return_max_logits\?"),
         ({"layout": named_layout("zigzag", 9, 2)}, ValueError, "layout: expected one of 9 tokens on 1 ranks"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
@@ -317,7 +321,7 @@ def test_ranks_take_a_strided_state_of_dropout_contiguous(monkeypatch):
 
     def forward(q, k, v, given):
         seen.append(given.rng_state)
-        return q, None, []
+        return q, None, None, []
 
     monkeypatch.setattr(functions, "ranks_of", lambda group: Ranks(None, 0, 2))
     monkeypatch.setattr(functions, "_prepared", lambda *_: SimpleNamespace(training=False, forward=forward))

@@ -406,7 +406,13 @@ def test_each_config_has_a_legal_form_that_stores_the_max(problem):
         for bucket in buckets("fwd")
         if bucket != "split"
     ]
-    for options in (("varlen",), ("softcap",), ("alibi",), ("alibi", "sink", "dropout", "varlen")):
+    for options in (
+        ("varlen",),
+        ("softcap",),
+        ("alibi",),
+        ("alibi", "sink", "dropout", "varlen"),
+        ("window", "alibi", "sink", "dropout", "placed"),
+    ):
         found.append(configs.option_config(AttnProblem(*_of(problem), options), "4k"))
     for config in found:
         stored = config.storing_max

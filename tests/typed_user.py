@@ -68,7 +68,11 @@ def sharded(q: torch.Tensor) -> torch.Tensor:
     out, lse, _ = tl_attention.distributed.attention(
         rows, rows, rows, layout=layout, method="ring", return_attn_probs=True
     )
-    return out + lse.mT[..., None] * 0
+    out, largest = tl_attention.distributed.attention(rows, rows, rows, return_max_logits=True)
+    both = tl_attention.distributed.attention(
+        rows, rows, rows, return_attn_probs=True, return_max_logits=True
+    )
+    return out + (lse + largest + both[3]).mT[..., None] * 0
 
 
 def main() -> None:

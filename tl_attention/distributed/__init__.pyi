@@ -32,6 +32,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
@@ -68,6 +69,9 @@ def attention(
             longer the backward takes. The forward always is.
             torch.use_deterministic_algorithms(True) sets it, too.
         return_attn_probs: also return the log-sum-exp.
+        return_max_logits: also return the largest score of each query of this rank over the keys of
+            all ranks, max_logits, as in flash_attn_func. The largest score of a head is a maximum
+            over the ranks (examples/qk_clip.py). Not differentiable.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, as in
             flash_attn_func. Its gradient is that of this rank's queries. As with other parameters,
             the sum over the ranks is the whole gradient.
@@ -84,7 +88,8 @@ def attention(
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
             softmax_lse is [batch, heads, rows], or [heads, rows] with cu_seqlens, fp32, natural log. As in flash_attn_func a query that
-            sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
+            sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink. With return_max_logits max_logits come last,
+            (out, max_logits) or (out, softmax_lse, None, max_logits), in the shape of softmax_lse, fp32.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks. Transforms of
             torch.func and forward-mode differentiation are refused.
@@ -105,6 +110,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: Literal[True],
+    return_max_logits: Literal[False] = False,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
@@ -126,11 +132,63 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: Literal[False] = False,
+    return_max_logits: Literal[True],
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     seqlen: int | None = None,
     layout: LayoutName | Layout = "zigzag",
     method: MethodName = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group = None,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[True],
+    return_max_logits: Literal[True],
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    seqlen: int | None = None,
+    layout: LayoutName | Layout = "zigzag",
+    method: MethodName = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group = None,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    return_max_logits: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    seqlen: int | None = None,
+    layout: LayoutName | Layout = "zigzag",
+    method: MethodName = "auto",
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+): ...

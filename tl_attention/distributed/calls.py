@@ -14,9 +14,9 @@ from tl_attention.distributed.group import Ranks
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import ALL, NOTHING, Call, Mask, Needs
 from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
-from tl_attention.torch_ops.ops import fwd_op, run_backward_op
+from tl_attention.torch_ops.ops import fwd_max_logits_op, fwd_op, run_backward_op
 
-State = tuple[torch.Tensor, torch.Tensor]  # out, lse
+State = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
 Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
 LN2 = math.log(2)
 DROPOUT_ROWS = 16  # with dropout the positions of a place are multiples of this
@@ -43,6 +43,7 @@ class Task(NamedTuple):
 
     Args:
         returns_lse: a call returns the log-sum-exp, too.
+        returns_max_logits: a call returns the largest score of each query, too.
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class Task(NamedTuple):
     ranks: Ranks
     scores: Scores
     returns_lse: bool
+    returns_max_logits: bool
 
 
 class Given(NamedTuple):
@@ -127,15 +129,16 @@ class Attend:
         v: torch.Tensor,
         given: Given = NOTHING_GIVEN,
         out: torch.Tensor | None = None,
+        max_logits: bool = False,
     ) -> State:
-        """(out, lse) of the rows of a call, in new memory or in `out`."""
+        """(out, lse) of the rows of a call, out in new memory or in `out`; with max_logits (out, lse, max_logits)."""
         if any(self._padding):
             q, k, v = (self._padded(x, i) for x, i in ((q, 0), (k, 1), (v, 1)))
-            found, lse = self._run(q, k, v, given)
+            found, *numbers = self._run(q, k, v, given, None, max_logits)
             first = self._padding[0]
-            found, lse = found[:, first:], lse[:, :, first:]
-            return found if out is None else out.copy_(found), lse
-        return self._run(q, k, v, given, out)
+            found, numbers = found[:, first:], [x[:, :, first:] for x in numbers]
+            return found if out is None else out.copy_(found), *numbers
+        return self._run(q, k, v, given, out, max_logits)
 
     def _padded(self, x: torch.Tensor, of_keys: int) -> torch.Tensor:
         """x [batch, rows, heads, columns] with rows of zeros in front."""
@@ -147,7 +150,8 @@ class Attend:
         k: torch.Tensor,
         v: torch.Tensor,
         given: Given,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None,
+        max_logits: bool,
     ) -> State:
         """forward() with padding in the tensors."""
         options = self._with(given)
@@ -158,14 +162,16 @@ class Attend:
         if q.is_cuda:
             named = options if options.names else None
             scale = self._scores.softmax_scale
-            out, lse = launch.forward(q, k, v, scale, self._causal, False, options=named, out=out)
+            asked = scale, self._causal, False
+            out, *numbers = launch.forward(q, k, v, *asked, options=named, out=out, max_logits=max_logits)
         else:
             plain = self._scores.softmax_scale, self._causal, False, False, False
-            found, lse = fwd_op(q, k, v, *plain, *options.arguments())
+            op = fwd_max_logits_op if max_logits else fwd_op
+            found, *numbers = op(q, k, v, *plain, *options.arguments())
             out = found if out is None else out.copy_(found)
         if self._packed:
-            lse = lse[None]
-        return (result if result is not None else out[None] if self._packed else out), lse
+            numbers = [x[None] for x in numbers]
+        return (result if result is not None else out[None] if self._packed else out), *numbers
 
     def add(
         self,
@@ -175,16 +181,22 @@ class Attend:
         given: Given,
         out: torch.Tensor,
         lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
         """Merge the result of a call, without a sink, into the result of other keys.
 
         Args:
             out: fp32; rows whose lse is -inf may hold anything.
             lse: in base 2.
+            max_logits: largest scores over the other keys, -inf without keys. The kernel that merges does not have those of its own
+                keys, so with them the call rounds its result to the dtype of q, and PyTorch merges it.
         """
-        if not q.is_cuda or any(self._padding):
-            partial, partial_lse = self.forward(q, k, v, given)
+        asks = max_logits is not None
+        if asks or not q.is_cuda or any(self._padding):
+            partial, partial_lse, *largest = self.forward(q, k, v, given, max_logits=asks)
             _merge(out, lse, partial, partial_lse / LN2)
+            if asks:
+                torch.maximum(max_logits, *largest, out=max_logits)
             return
         options = self._with(given)
         tensors = q, k, v, out, lse

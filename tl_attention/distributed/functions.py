@@ -55,6 +55,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    return_max_logits: bool = False,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
@@ -62,7 +63,12 @@ def attention(
     layout: LayoutName | Layout = "zigzag",
     method: MethodName = "auto",
     **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+) -> (
+    torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor, None]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]
+):
     """Attention of a sequence that the ranks of a group hold together. Results and gradients are those of one GPU.
 
     All ranks must call it with equal options, and all or none must run its backward. roll.py compares their calls, without waiting for a
@@ -75,6 +81,8 @@ def attention(
         group: a ProcessGroup; a DeviceMesh of one dimension; None: all processes, or this one where torch.distributed is not initialized.
         dropout_p: probability of dropping an attention weight, as in flash_attn_func. The dropout mask equals that of one GPU. Without
             rng_state the first rank draws the state for all.
+        return_max_logits: also return the largest score of each query of this rank over the keys of all ranks, max_logits, as in
+            flash_attn_func. The largest score of a head is a maximum over the ranks (examples/qk_clip.py). Not differentiable.
         learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, as in flash_attn_func. Its gradient is that of this
             rank's queries. As with other parameters, the sum over the ranks is the whole gradient.
         cu_seqlens: [documents + 1], cumulative lengths of all documents, the same on all ranks: a tensor on the CPU or a list. A document
@@ -86,7 +94,8 @@ def attention(
     Returns:
         out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
             softmax_lse is [batch, heads, rows], or [heads, rows] with cu_seqlens, fp32, natural log. As in flash_attn_func a query that
-            sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
+            sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink. With return_max_logits max_logits come last,
+            (out, max_logits) or (out, softmax_lse, None, max_logits), in the shape of softmax_lse, fp32.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks. Transforms of
             torch.func and forward-mode differentiation are refused.
@@ -103,6 +112,7 @@ def attention(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        return_max_logits,
         learnable_sink,
         rng_state,
         cu_seqlens,
@@ -124,9 +134,11 @@ def attention(
     slopes = None if alibi_slopes is None else as_stored(alibi_slopes.detach()).contiguous()
     sink = None if learnable_sink is None else as_stored(learnable_sink).contiguous()
     if call.training:
-        out, lse = _Attention.apply(call, q, k, v, sink, slopes, rng_state)
+        out, lse, largest = _Attention.apply(call, q, k, v, sink, slopes, rng_state)
     else:
-        out, lse, _ = call.forward(q, k, v, Given(slopes, sink, rng_state))
+        out, lse, largest, _ = call.forward(q, k, v, Given(slopes, sink, rng_state))
+    if return_max_logits:
+        return (out, lse, None, largest) if return_attn_probs else (out, largest)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -144,6 +156,7 @@ class Asked(NamedTuple):
     alibi_slopes: Any
     deterministic: Any
     return_attn_probs: Any
+    return_max_logits: Any
     learnable_sink: Any
     rng_state: Any
     cu_seqlens: Any
@@ -173,17 +186,20 @@ class _Attention(torch.autograd.Function):
         sink: torch.Tensor | None,
         slopes: torch.Tensor | None,
         rng_state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, lse, saved = call.forward(q, k, v, Given(slopes, sink, rng_state))
+    ) -> tuple[torch.Tensor | None, ...]:
+        """(out, lse, max_logits)."""
+        out, lse, largest, saved = call.forward(q, k, v, Given(slopes, sink, rng_state))
         options = saveable(slopes), saveable(sink), saveable(rng_state)
         ctx.save_for_backward(*options, out, *saved)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
+        return out, lse, largest
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         if is_batched(dout) or is_batched(dlse):
             raise NotImplementedError(
                 "attention: expected gradients of one sample, as ranks exchange no samples, got those of torch.autograd.grad("
@@ -231,13 +247,14 @@ class Prepared(NamedTuple):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """(out, lse, tensors for the backward)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
+        """(out, lse, max_logits, tensors for the backward)."""
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         if not self.packed:
             return out, *self.method.forward(q, k, v, given, out)
-        lse, saved = self.method.forward(q[None], k[None], v[None], given, out[None])
-        return out, None if lse is None else lse[0].clone(), saved
+        lse, largest, saved = self.method.forward(q[None], k[None], v[None], given, out[None])
+        lse, largest = (None if x is None else x[0].clone() for x in (lse, largest))
+        return out, lse, largest, saved
 
     def backward(
         self,
@@ -306,7 +323,8 @@ def _prepare(
     training = _trains(q, k, v, asked.learnable_sink)
     if packed:
         q, k, v = q[None], k[None], v[None]
-    method = CLASSES[method](Task(layout, mask, ranks, scores, asked.return_attn_probs), q, k, v)
+    returns = asked.return_attn_probs, asked.return_max_logits
+    method = CLASSES[method](Task(layout, mask, ranks, scores, *returns), q, k, v)
     return Prepared(method, packed, training, known)
 
 
@@ -379,6 +397,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     packed = documents is not None
     slopes, sink = asked.alibi_slopes, asked.learnable_sink
     expect_bool("return_attn_probs", asked.return_attn_probs)
+    expect_bool("return_max_logits", asked.return_max_logits)
     check_fwd(q, k, v, asked.softmax_scale, asked.causal, heads_first=False, varlen=packed)
     _check_rows(q, k)
     check_device_or_warn(q, traced=False)
@@ -403,6 +422,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
         "alibi_slopes": None if slopes is None else tuple(slopes.shape),
         "learnable_sink": None if sink is None else str(sink.dtype),
         "return_attn_probs": asked.return_attn_probs,
+        "return_max_logits": asked.return_max_logits,
         "cu_seqlens, seqlen": bounds,
         "layout": layout.ranges,
         "method": asked.method,

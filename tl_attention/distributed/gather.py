@@ -149,7 +149,7 @@ class Gather:
     """
 
     def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        layout, mask, ranks, scores, self._returns_lse = task
+        layout, mask, ranks, scores, self._returns_lse, self._returns_max_logits = task
         plan = gather_plan(layout, ranks.rank, mask, scores.needs)
         self._plan = plan
         # The last rows first. Under a causal mask they see the most keys: their tiles take longest, and gradients of other calls are added
@@ -202,19 +202,24 @@ class Gather:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Write out; return (lse, tensors for the backward)."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, max_logits, tensors for the backward)."""
         keys, values = self._gathered([k, v])
 
         def attended(attend: Attend) -> tuple[torch.Tensor, ...]:
             rows, of_keys = attend.rows, attend.key_rows
-            return attend.forward(q[:, rows], keys[:, of_keys], values[:, of_keys], given, out[:, rows])
+            qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
+            return attend.forward(*qkv, given, out[:, rows], self._returns_max_logits)
 
         results = side_by_side([functools.partial(attended, attend) for attend in self._attends], q.device)
-        lses, lse = [lse for _, lse in results], None
-        if self._returns_lse:
-            lse = torch.cat(lses[::-1], 2) if lses else q.new_empty(self._lse, dtype=torch.float32)
-        return lse, [q, *([keys, values] if self._is_kept else [k, v]), *lses]
+        lses = [lse for _, lse, *_ in results]
+
+        def joined_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(parts[::-1], 2) if parts else q.new_empty(self._lse, dtype=torch.float32)
+
+        lse = joined_rows(lses) if self._returns_lse else None
+        largest = joined_rows([x for _, _, x in results]) if self._returns_max_logits else None
+        return lse, largest, [q, *([keys, values] if self._is_kept else [k, v]), *lses]
 
     def backward(
         self,

@@ -1,8 +1,9 @@
 """Method "ring": at step t a rank attends to the shard of the t-th rank before it, while the next shard is on its way.
 
 A rank holds two shards of keys at a time, whatever the number of ranks. Each call merges its result with those before it, in fp32 in the
-kernel. In the backward the gradients of a shard's keys return to its owner in fp32 while the next shard is attended, the last ones during
-calls on own keys. The owner adds them up in a fixed order and rounds the sums once. Keys that no query of a rank sees are not sent to it.
+kernel. With max_logits the kernel does not merge, and PyTorch does. In the backward the gradients of a shard's keys return to its owner in
+fp32 while the next shard is attended, the last ones during calls on own keys. The owner adds them up in a fixed order and rounds the sums
+once. Keys that no query of a rank sees are not sent to it.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Ring:
     there: list[Exchange]
 
     def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        layout, mask, ranks, scores, self._returns_lse = task
+        layout, mask, ranks, scores, self._returns_lse, self._returns_max_logits = task
         steps = ring_plan(layout, ranks.rank, mask, scores.needs)
         self._steps = steps
         self.rows = [Rows.of(x) for x in (k, v)]
@@ -172,8 +173,8 @@ class Ring:
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Write out; return (lse, tensors for the backward)."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, max_logits, tensors for the backward)."""
         shards = _Shards(self, k, v)
         total = torch.empty_like(out, dtype=torch.float32)
         lse = q.new_full(self._lse, -math.inf, dtype=torch.float32)
@@ -181,15 +182,17 @@ class Ring:
             total.zero_()
             lse.copy_((given.sink.float() / LN2)[:, None].expand_as(lse))
         without_sink = given._replace(sink=None)
+        largest = torch.full_like(lse, -math.inf) if self._returns_max_logits else None
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
             for attend in group:
                 rows, of_keys = attend.rows, attend.key_rows
                 qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
-                attend.add(*qkv, without_sink, total[:, rows], lse[:, :, rows])
+                of_rows = None if largest is None else largest[:, :, rows]
+                attend.add(*qkv, without_sink, total[:, rows], lse[:, :, rows], of_rows)
         out.copy_(total)
         lse *= LN2
-        return lse.clone() if self._returns_lse else None, [q, k, v, lse]
+        return lse.clone() if self._returns_lse else None, largest, [q, k, v, lse]
 
     def backward(
         self,

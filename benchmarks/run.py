@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # set -> pass -> names of sha
     "main": {"fwd": ("paper-*", "article"), "bwd": BACKWARD, "fwd_bwd": BACKWARD, DECODE: ("decode-*",)},
     "more": dict.fromkeys(
         ("fwd", "bwd", "fwd_bwd"),
-        ("mla-h*", "gqa-*", "few-h*", "small-*", "chunk-4kx8k", "untuned-*"),
+        ("mla-h*", "gqa-*", "few-h*", "small-*", "narrow-*", "chunk-4kx8k", "untuned-*"),
     ),
     "options": dict.fromkeys(("fwd", "bwd", "fwd_bwd"), ("option-*",)),
     FP32: dict.fromkeys(

@@ -88,7 +88,7 @@ def test_key_blocks_are_those_of_packed_sequences_in_every_form(dtype):
             found = set()
             for form in (options, (*options, "varlen")):
                 form = tuple(name for name in OPTIONS if name in form)
-                problem = AttnProblem(dtype, *width, causal, form)
+                problem = AttnProblem.of(dtype, *width, causal, options=form)
                 config, _ = configs.pick_config(problem, INVARIANT_BUCKET, "NVIDIA H200")
                 assert config.schedule != "stream-K" and not config.split and not config.hold_max
                 every = [config, *config.paged_forms(problem)] if "varlen" in form else [config]

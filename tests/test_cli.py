@@ -496,7 +496,10 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
             "bucket: expected a bucket or seqlen_k, .* got 1k and seqlen_k=9000",
         ),
         (["bf16", "causal"], "head dims: expected a word such as d128"),
-        (["d320"], "head dims: expected at most those of one of the kernels of fwd, d64, .*d256, got d320"),
+        (
+            ["d320"],
+            "head dims: expected at most those of one of the kernels of fwd, d32, d64, .*d256, got d320",
+        ),
         (
             ["d256", "fp32-highest", "--pass", "bwd"],
             "head dims: .*kernels of bwd, d64, d128, got d256; PyTorch's formula computes it",

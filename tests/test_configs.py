@@ -28,11 +28,14 @@ from tl_attention.config.kernel_configs import (
 from tl_attention.problem.attn_problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
+    DEFAULT_DTYPE,
     DIRECTIONS,
     HALF_DTYPES,
+    NARROW_WIDTH,
     OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
+    tile_widths,
     tuning_key,
 )
 from tl_attention.problem.target import gpu_slug
@@ -123,7 +126,7 @@ BWD_FAULTS = [
     (D64, passes("dq+dk+dv 64x128 reuse late"), "order: expected one of '', 'early-sums', 'late-sums', 'separate-dS', 'apart' where dq is"),
     (D64, passes("dk+dv 64x128 reuse late-sums", "dq 128x64"), "order: expected one of '' where no dq is summed, got 'late-sums'"),
     (D128, passes("dq+dk+dv 64x128 reuse apart"), "order: expected another than 'apart' with the schedule grid, got 'apart'"),
-    (D64, passes("dq+dk+dv 64x128 reuse apart stream-K"), "reuse_registers: expected False in the order apart of d64, got True"),
+    (D64, passes("dq+dk+dv 64x128 reuse apart stream-K"), "reuse_registers: expected False in the order apart up to d64, got True"),
     (replace(D128, options=("softcap",)), passes("dq+dk+dv 64x128 reuse apart dynamic-late"), "order: expected another than 'apart' with"),
     (
         replace(D128, options=("window", "placed")), passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
@@ -178,23 +181,20 @@ def test_alibi_without_a_mask_in_pages_holds_no_row_max(causal):
 
 
 LINES = [
-    (width, direction)
-    for direction in ("fwd", "bwd")
-    for width in dict.fromkeys(problem.width for problem in catalog.problems(direction))
+    (width, direction) for direction in ("fwd", "bwd") for width in tile_widths(direction, with_options=True)
 ]
 
 
 @pytest.mark.parametrize(("width", "direction"), LINES)
 def test_every_option_line_serves_something_and_the_last_serves_all(width, direction):
-    lines = configs.option_lines(width, direction)
-    head_dim, head_dim_v = map(int, (f"{width[1:]}-{width[1:]}").split("-")[:2])
+    lines = configs.option_lines(AttnProblem(DEFAULT_DTYPE, *width, False).width, direction)
     known = [option for option in OPTIONS if direction == "fwd" or option != "sink"]
     served = {}
     for options in itertools.chain(*(itertools.combinations(known, n) for n in range(1, len(known) + 1))):
         directions = (direction, "bwd_det") if direction == "bwd" else (direction,)
         places = ((), ("placed",)) if "window" in options else ((),)
         for wanted, place, dtype in itertools.product(directions, places, HALF_DTYPES):
-            problem = AttnProblem(dtype, head_dim, head_dim_v, False, (*options, *place))
+            problem = AttnProblem(dtype, *width, False, (*options, *place))
             for bucket in option_buckets(wanted, options):
                 line = next(line for line in lines if line.miss(problem, wanted, bucket) is None)
                 assert set(options) <= set(line.serves)
@@ -492,7 +492,9 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.default_config(problem, bucket=SPLIT_BUCKET)
         combine = (problem.plain.helper_problem(problem.head_dim_v), FwdCombine())
         assert split.kernels(problem) == [(problem, split), combine, *terms_kernels(problem)]
-        packed = replace(problem, options=("varlen",))
+        widths = problem.head_dim, problem.head_dim_v
+        packed = AttnProblem.of(problem.dtype, *widths, problem.causal, options=("varlen",))
+        combine = (packed.plain.helper_problem(packed.head_dim_v), FwdCombine())
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
@@ -515,7 +517,7 @@ def test_deterministic_rows_of_an_h100_are_those_of_an_h200(width, causal):
 
 def test_every_forward_problem_has_a_backward_problem():
     half = [problem for problem in catalog.problems("bwd") if not problem.is_fp32]
-    assert {(p.head_dim, p.head_dim_v) for p in half} == set(BWD_TILE_WIDTHS)
+    assert {(p.head_dim, p.head_dim_v) for p in half} == {NARROW_WIDTH, *BWD_TILE_WIDTHS}
     for problem in catalog.problems("fwd"):
         if problem.is_fp32 and problem.width == "d256":
             continue  # refused by checks/fp32.py

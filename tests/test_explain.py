@@ -180,7 +180,7 @@ def test_explain_serves_every_named_shape(direction):
     [
         (["articel"], "shape 'articel': not in configs/shapes.toml"),
         (["1,2,3"], "with mask causal or full, got '3'"),
-        (["1,8,8,64,64,512,full"], "head dims: expected at most those of one of the kernels of fwd, d64, .*, got d512"),
+        (["1,8,8,64,64,512,full"], "head dims: expected at most those of one of the kernels of fwd, d32, d64, .*, got d512"),
         (["1,8,8,64,64,128,full,page=16"], "page is an option of --pass decode, got --pass fwd"),
         (["1,8,8,64,64,128,full,page=17", "--pass", "decode"], "N a multiple of 16, got 17"),
         (["1,8,8,4,64,128,full,dropout=0.1", "--pass", "decode"], "expected some of window, .* got dropout"),

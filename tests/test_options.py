@@ -483,7 +483,7 @@ def test_tile_table_is_sorted_by_length():
 def test_each_problem_with_options_has_a_legal_config(direction):
     for count in range(1, len(OPTIONS) + 1):
         for options in itertools.combinations(OPTIONS, count):
-            for width in tile_widths(direction):
+            for width in tile_widths(direction, with_options=True):
                 problem = AttnProblem("bfloat16", *width, "window" not in options, options)
                 for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
                     config = configs.option_config(problem, bucket, direction)

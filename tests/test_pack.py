@@ -502,7 +502,7 @@ def pack_problems() -> Iterator[tuple[str, AttnProblem]]:
     ):
         if direction == "bwd" and option == "sink":  # its backward is that without it
             continue
-        for width, causal in itertools.product(tile_widths(direction), (False, True)):
+        for width, causal in itertools.product(tile_widths(direction, with_options=True), (False, True)):
             if not (causal and option == "window"):
                 yield direction, AttnProblem("float16", *width, causal, (option,))
 

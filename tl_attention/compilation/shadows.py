@@ -15,11 +15,11 @@ from tl_attention.compilation.compiler import KernelKey
 from tl_attention.config import configs
 from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.problem.attn_problem import (
-    BIAS_WIDTH,
     BUCKETS,
     DEFAULT_DTYPE,
     DIRECTIONS,
     FP32_DTYPES,
+    NARROW_WIDTH,
     AttnProblem,
 )
 from tl_attention.problem.program import Program
@@ -37,12 +37,12 @@ def shadow_kernels() -> dict[str, list[KernelKey]]:
         kinds[name] = _with_program(functions, (DEFAULT_DTYPE,))
     for name in ("learned relative bias", "cap"):
         kinds[f"fp32 {name}"] = _with_program(_functions()[name], FP32_DTYPES)
-    # Wide fp32 heads compute values of diagonals for each score; narrow ones with a dense bias have a tile width of their own
+    # Wide fp32 heads compute values of diagonals for each score
     kinds["fp32 256 learned relative bias"] = _with_program(
         _functions()["learned relative bias"], ["float32-high"], [256]
     )
     kinds["32 learned dense bias"] = _with_program(
-        _functions()["learned dense bias"], (DEFAULT_DTYPE,), [BIAS_WIDTH], [BWD]
+        _functions()["learned dense bias"], (DEFAULT_DTYPE,), NARROW_WIDTH[:1], [FWD, BWD]
     )
     kinds["fp32 block mask"] = _with_masks(FP32_DTYPES)
     for (name, directions), options in _option_sets().items():

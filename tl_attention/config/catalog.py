@@ -130,7 +130,7 @@ def option_problems(
 ) -> list[tuple[AttnProblem, Config]]:
     """For each [options] line of these dtypes: the problem with every option the line serves, and its config."""
     found = []
-    for dtype, head_dims in ((name, width) for name in names for width in tile_widths(direction, name)):
+    for dtype, head_dims in ((name, width) for name in names for width in tile_widths(direction, name, True)):
         plain = AttnProblem(dtype, *head_dims, False)
         for line in configs.option_lines(plain.tile_class, direction):
             problem = replace(plain, causal="window" not in line.serves, options=line.serves)
@@ -178,8 +178,12 @@ def pack_calls() -> list[CallKind]:
 
 def _batch_invariant(names: Iterable[str]) -> Iterator[CallKind]:
     """Calls with batch_invariant: forwards without options, packed ones and those with keys in pages; decodes without options."""
-    forms = itertools.product(names, tile_widths("fwd"), (False, True), ((), ("varlen",)))
-    for dtype, width, causal, options in forms:
+    widths = (
+        (width, options)
+        for options in ((), ("varlen",))
+        for width in tile_widths("fwd", with_options=bool(options))
+    )
+    for dtype, (width, options), causal in itertools.product(names, widths, (False, True)):
         problem = AttnProblem(dtype, *width, causal, options)
         config = configs.choose_invariant(problem).config
         yield CallKind("fwd", problem, config)
@@ -237,7 +241,7 @@ def _of_set(options: tuple[str, ...], section: str) -> Iterator[CallKind]:
     masks = (False,) if "window" in options else (False, True)
     direction = "fwd" if section == PAGED else section.removeprefix("fp32_")
     names = FP32_DTYPES if section.startswith("fp32_") else HALF_DTYPES
-    widths = ((name, width) for name in names for width in tile_widths(direction, name))
+    widths = ((name, width) for name in names for width in tile_widths(direction, name, True))
     for (dtype, width), causal in itertools.product(widths, masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in option_buckets(direction, options):

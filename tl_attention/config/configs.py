@@ -457,7 +457,10 @@ def choose_invariant(problem: AttnProblem) -> Choice:
     when it is held depends on the tile. The number of queries per tile is free.
     """
     packed = tuple(name for name in OPTION_ARGUMENTS if problem.has(name) or name == "varlen")
-    served = problem if problem.program else replace(problem, options=packed)
+    served = problem
+    if not problem.program:
+        widths = problem.head_dim, problem.head_dim_v
+        served = AttnProblem.of(problem.dtype, *widths, problem.causal, options=packed)
     choice = _choose_option_line(served, INVARIANT_BUCKET, "fwd")
     plain = default_config(problem)
     if not problem.options and not problem.program and plain.block_N == choice.config.block_N:

@@ -403,10 +403,12 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return "grads: expected dq in a pass of its own where captured tensors get gradients, got dq+dk+dv"
     if shares_dq and step_rows % 64:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
-    reuses = not (bwd_pass.dq_apart and problem.width == "d64")
+    reuses = not (bwd_pass.dq_apart and problem.head_dim <= 64)
     if shares_dq and bwd_pass.reuse_registers != reuses:
         where = (
-            "where dq is summed, but for the order apart of d64" if reuses else "in the order apart of d64"
+            "where dq is summed, but for the order apart up to d64"
+            if reuses
+            else "in the order apart up to d64"
         )
         return f"reuse_registers: expected {reuses} {where}, got {bwd_pass.reuse_registers}"
     orders = DQ_ORDERS if shares_dq else ("",)
@@ -441,9 +443,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "stream-K", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
-    if bwd_pass.dq_apart and (problem.width not in ("d64", "d128") or bwd_pass.block_M != 64):
+    if bwd_pass.dq_apart and (problem.width not in ("d32", "d64", "d128") or bwd_pass.block_M != 64):
         got = f"{problem.width} in steps of {bwd_pass.block_M}"
-        return f"order: expected 'apart' for d64 and d128 in steps of 64 queries alone, got {got}"
+        return f"order: expected 'apart' for d32, d64 and d128 in steps of 64 queries alone, got {got}"
     schedule = "dynamic-late" if problem.has("varlen") else "stream-K"
     if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):
         got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"

@@ -70,8 +70,8 @@ FP32_BWD_WIDTHS: dict[int, tuple[tuple[int, int], ...]] = {
 }  # by number of terms
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
-# One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time
-BIAS_WIDTH = 32
+# One more tile width of 16 bits, without options: heads of folding models and of windows in vision models
+NARROW_WIDTH = (32, 32)
 # fp32 backwards of wider heads have no shared memory for values of functions, see program.Program.by_score
 BY_SCORE_WIDTH = 128
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
@@ -193,9 +193,8 @@ class AttnProblem:
         program: Program | None = None,
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
-        found = cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
-        if direction == "bwd" and max(head_dim, head_dim_v) <= BIAS_WIDTH and found.learns_bias:
-            return replace(found, head_dim=BIAS_WIDTH, head_dim_v=BIAS_WIDTH)
+        width = tile_width(head_dim, head_dim_v, direction, dtype, bool(options))
+        found = cls(dtype, *width, causal, options, program)
         if program is not None and found.is_fp32 and direction != "fwd" and found.head_dim > BY_SCORE_WIDTH:
             return replace(found, program=replace(program, by_score=True))
         return found
@@ -304,7 +303,7 @@ class AttnProblem:
         with a block mask. In fp32 shared memory has terms of dS.
         """
         is_whole = self.stores_dS and not self.is_fp32
-        return is_whole and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
+        return is_whole and not self.is_listed and self.head_dim <= 64
 
     @property
     def learns_bias(self) -> bool:
@@ -324,7 +323,7 @@ class AttnProblem:
     @property
     def stages(self) -> bool:
         """True if tiles of captured tensors are prefetched to shared memory."""
-        return self.fetches and self.head_dim <= TILE_WIDTHS[0][0] and self.program.is_staged
+        return self.fetches and self.head_dim <= 64 and self.program.is_staged
 
     @property
     def has_diagonals(self) -> bool:
@@ -442,17 +441,27 @@ def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable
 
 
 def tile_width(
-    head_dim: int, head_dim_v: int, direction: str = "fwd", dtype: str = DEFAULT_DTYPE
+    head_dim: int,
+    head_dim_v: int,
+    direction: str = "fwd",
+    dtype: str = DEFAULT_DTYPE,
+    with_options: bool = False,
 ) -> tuple[int, int]:
     """The first tile width of a direction that holds head_dim columns of Q and K and head_dim_v of V and O."""
-    return next((qk, v) for qk, v in tile_widths(direction, dtype) if qk >= head_dim and v >= head_dim_v)
+    widths = tile_widths(direction, dtype, with_options)
+    return next((qk, v) for qk, v in widths if qk >= head_dim and v >= head_dim_v)
 
 
-def tile_widths(direction: str, dtype: str = DEFAULT_DTYPE) -> tuple[tuple[int, int], ...]:
+def tile_widths(
+    direction: str, dtype: str = DEFAULT_DTYPE, with_options: bool = False
+) -> tuple[tuple[int, int], ...]:
     """The (head_dim, head_dim_v) that a direction has kernels for."""
     if dtype in FP32_DTYPES:
         return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS[FP32_DTYPES[dtype].terms]
-    return {"fwd": TILE_WIDTHS, JVP: JVP_TILE_WIDTHS}.get(direction, BWD_TILE_WIDTHS)
+    if direction == JVP:
+        return JVP_TILE_WIDTHS
+    widths = TILE_WIDTHS if direction == "fwd" else BWD_TILE_WIDTHS
+    return widths if with_options else (NARROW_WIDTH, *widths)
 
 
 def dtypes(direction: str) -> tuple[str, ...]:

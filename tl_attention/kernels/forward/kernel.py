@@ -114,7 +114,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     skips_first_steps = query_tiles.hides_steps(problem, config)
     skips_last_steps = query_tiles.hides_last_steps(problem, config)
     # A warpgroup counts its masked steps again: a window needs it, causal d64 with three warpgroups gains 1 %. See KeyBlocks.keep_queries()
-    counts_again = problem.has("window") or (head_dim == 64 and config.warpgroups == 3)
+    counts_again = problem.has("window") or (head_dim <= 64 and config.warpgroups == 3)
     recounts_masked = skips_first_steps and counts_again
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
@@ -240,7 +240,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scale_log2 = scores.scale_log2
         # Steps that hold the row max add P to the sums of all steps, without a sum of the block. Causal d64 at 4k 517 -> 505 us; d128 is
         # not faster with it (bf16, H200, 2026-11-27)
-        sums_directly = head_dim == 64 and terms == 1
+        sums_directly = head_dim <= 64 and terms == 1
         softmax = OnlineSoftmax(
             block_N,
             scale_log2,

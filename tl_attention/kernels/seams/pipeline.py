@@ -47,7 +47,7 @@ def registers(
         makes_terms: warps beside the producer make terms, see input_terms.py.
         full: take REGISTERS with varlen, too.
     """
-    wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim == 64
+    wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim <= 64
     return (VARLEN_REGISTERS if wide or makes_terms else REGISTERS).get(warpgroups)
 
 

@@ -20,7 +20,7 @@ from tl_attention.kernels.backward.dq_sinks.order import AddingOrder, AnyOrder
 from tl_attention.kernels.backward.dq_sinks.round import NoRounding, Rounding, RowMajorBlocks
 from tl_attention.kernels.backward.load import KeyTileProducer, key_step
 
-ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
+ROWS, COLUMNS = 64, 64  # of dQ at a time, at most: 32 registers
 
 
 @T.meta_class
@@ -75,9 +75,16 @@ class SumsByTma:
         )
 
 
+def piece_columns(producer: KeyTileProducer) -> int:
+    return min(COLUMNS, producer.problem.head_dim)
+
+
 def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
     """(first row, first column) of each piece of dQ of a step."""
-    rows, columns = range(0, producer.config.block_M, ROWS), range(0, producer.problem.head_dim, COLUMNS)
+    rows, columns = (
+        range(0, producer.config.block_M, ROWS),
+        range(0, producer.problem.head_dim, piece_columns(producer)),
+    )
     return tuple(itertools.product(rows, columns))
 
 
@@ -91,7 +98,7 @@ def add_step(producer, acc_dq, turns, step, tile, blocks):
         for w in tuple(range(config.warpgroups)):
             T.wgmma_gemm(
                 smem.dS.columns(step, w, slice(first_row, first_row + ROWS)),
-                smem.K.tiles[w, :, first_col : first_col + COLUMNS],
+                smem.K.tiles[w, :, first_col : first_col + piece_columns(producer)],
                 acc_dq,
                 transpose_A=True,
                 policy=T.GemmWarpPolicy.FullRow,
@@ -108,7 +115,7 @@ def add_step(producer, acc_dq, turns, step, tile, blocks):
 def add_dq(producer: KeyTileProducer) -> None:
     """Add dQ of each step of a CTA."""
     config, ring, sink = producer.config, producer.smem.K, producer.smem.dq
-    acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
+    acc_dq = T.alloc_fragment([ROWS, piece_columns(producer)], "float32")
     turns = sink.order.by_tma()
 
     def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:

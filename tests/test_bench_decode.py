@@ -207,7 +207,7 @@ def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) 
         ("fa4", "1,2,1,1,64,40,full,page=16", "multiples of 16"),
         ("fa4", SMALL[2], r"flash_attn.cute.flash_attn_varlen_func cannot be imported"),
         ("flashinfer", SMALL[2], r"flashinfer.BatchDecodeWithPagedKVCacheWrapper cannot be imported"),
-        ("flashinfer", SMALL[0], "its caches have pages"),
+        ("flashinfer", "1,2,1,1,70,64,full", "caches of whole pages of 64 keys"),
         ("flashinfer", "1,2,1,4,64,32,causal,page=16", "one query per sequence"),
         ("flashinfer", "1,2,1,1,64,64,32,full,page=16", "one head_dim"),
     ],

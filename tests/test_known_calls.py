@@ -54,6 +54,7 @@ def kernels(monkeypatch):
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(attend_module, "check_device", lambda *_: None)
     monkeypatch.setattr(ops, "check_device_or_warn", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")

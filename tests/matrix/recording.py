@@ -21,6 +21,7 @@ SMS = 132
 GPU = "NVIDIA H200"
 OUTSIDE = (
     "tl_attention.checks.common",
+    "tl_attention.torch_ops.attend",
     "tl_attention.torch_ops.ops",
     "tl_attention.api.kvcache",
     "tl_attention.problem.target",

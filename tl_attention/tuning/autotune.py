@@ -22,7 +22,7 @@ from tl_attention.compilation import cubin
 from tl_attention.compilation.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.config import configs
 from tl_attention.config.kernel_configs import KernelConfig
-from tl_attention.problem.arguments import kernel_words
+from tl_attention.problem.arguments import has_words
 from tl_attention.problem.attn_problem import DEFAULT_DTYPE, DIRECTIONS, AttnProblem
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.progress import track
@@ -112,7 +112,7 @@ def tune(
     groups = {
         row: members
         for row, members in group_shapes(shapes, dtypes, directions).items()
-        if kernel_words(only) <= set(str(row).split())
+        if has_words(row, only)
     }
     deadline = time.monotonic() + budget_s
     results: dict[str, list[Attempt]] = {}

@@ -148,7 +148,6 @@ def fake_gpu(kernel_of: Callable[[Any, Any], Callable[..., None]], sms: int = SM
         "check_device_or_warn": lambda *_, **__: None,
         "check_device": lambda *_, **__: None,
         "is_hopper": lambda device: True,
-        "_no_angles": lambda dtype, device: torch.zeros(1, 1, dtype=dtype),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from seeds import commit_seed
 
+from tl_attention.integrations import torch_backend
 from tl_attention.problem.target import is_hopper
 
 pytest_plugins = ["gpu_limit", "pytester"]
@@ -42,6 +43,14 @@ def highest_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def handle() -> Iterator[torch_backend.Handle]:
+    """torch_backend.register(), removed after the test."""
+    handle = torch_backend.register()
+    yield handle
+    handle.remove()
 
 
 @pytest.fixture(scope="session")

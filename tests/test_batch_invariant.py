@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from invariance.arrangements import Sequences as DrawnSequences
+from invariance.draws import FORWARDS, LATENT, OptionSet, Run, draw_of, kernels_of
+from invariance.worker import run_draw
+from protocol.launches import recorded
 
 from tl_attention import (
     flash_attn_func,
@@ -42,12 +46,6 @@ from tl_attention.problem.attn_problem import (
 from tl_attention.problem.options import BATCH_INVARIANT
 from tl_attention.torch_ops import attend
 from tl_attention.tuning import question
-
-sys.path.insert(0, str(Path(__file__).parent))
-from invariance.arrangements import Sequences as DrawnSequences
-from invariance.draws import FORWARDS, LATENT, OptionSet, Run, draw_of, kernels_of
-from invariance.worker import run_draw
-from protocol.launches import recorded
 
 gpu = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

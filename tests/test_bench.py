@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,6 @@ from tl_attention.testing.timer import Eager, Timing
 from tl_attention.tuning import autotune
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import ahead
 import fwd_bwd
 import host

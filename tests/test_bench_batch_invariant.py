@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
+import batch_invariant as bench
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import batch_invariant as bench
 
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import chosen_shapes

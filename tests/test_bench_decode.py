@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
@@ -21,7 +20,6 @@ from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import ahead
 import decode
 import library

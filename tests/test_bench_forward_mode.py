@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
+import forward_mode
 import pytest
 import torch
 
@@ -16,10 +15,6 @@ from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.testing import timer
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import chosen_shapes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import forward_mode
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,6 @@ from tl_attention.testing import timer
 from tl_attention.testing.shapes import Shape
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import contextlib
-
 import fp32
 import library
 import rows as row_files

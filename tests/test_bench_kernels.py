@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tl_attention.problem.target import DEFAULT_GPU
 from tl_attention.testing.shapes import Shape
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import row_grids
 import row_kernels
 import rows as row_files

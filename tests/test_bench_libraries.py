@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from tl_attention.testing import counts, shapes, timer
 from tl_attention.testing.shapes import Shape
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fwd_bwd
 import library
 import options

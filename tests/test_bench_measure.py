@@ -8,7 +8,6 @@ import importlib.metadata
 import itertools
 import math
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from tl_attention.testing.timer import Timing
 from tl_attention.tuning import steps
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import run
 
 SHAPE = "1,2,2,48,48,32,32,causal"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from tl_attention.testing import counts, shapes, timer
 from tl_attention.testing.shapes import Shape, ShapeOptions
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fwd_bwd
 import library
 import options as option_rows

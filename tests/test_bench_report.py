@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tl_attention.testing.shapes import DIRECTIONS, Shape, chosen_shapes
 from tl_attention.tools.explain.measured import bench_words
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import flex_page
 import peers
 import performance

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tree_mask as bench
 
 from tl_attention.testing.timer import Timing

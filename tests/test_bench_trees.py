@@ -15,7 +15,6 @@ import torch
 from tl_attention.testing import timer
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import trees
 from rich.console import Console
 from test_bench import gpu_stub  # noqa: F401

@@ -135,6 +135,7 @@ def seen_terms(call, monkeypatch):
 
     monkeypatch.setattr(launch, "forward", forward)
     monkeypatch.setattr(launch, "fwd_plan", lambda *_, **__: None)
+    monkeypatch.setattr("tl_attention.torch_ops.attend.check_device", lambda *_: None)
     monkeypatch.setattr("tl_attention.torch_ops.ops.check_device_or_warn", lambda *_: None)
     monkeypatch.setattr("tl_attention.torch_ops.ops.is_traced", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

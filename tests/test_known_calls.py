@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from protocol.launches import fake_gpu
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from tl_attention import (
@@ -22,8 +23,6 @@ from tl_attention import (
 )
 from tl_attention.api import kvcache
 from tl_attention.config.buckets import bwd_bucket
-from tl_attention.config.costs import costs_of
-from tl_attention.launch.common import PlanCache
 from tl_attention.problem.attn_problem import KERNEL_ARGUMENTS, OPTION_ARGUMENTS
 from tl_attention.problem.options import MAX_WINDOW, PUBLIC_NAMES, TENSOR_RULES, Options
 from tl_attention.torch_ops import attend as attend_module
@@ -31,36 +30,14 @@ from tl_attention.torch_ops import ops
 
 BF16 = torch.bfloat16
 HEADS = 2
-EMPTY = torch._C._dynamo.guards._empty_strided_cpu
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels():
     """Arguments of each kernel that a call launches, in a list."""
     launched: list[tuple] = []
-    zeros = torch.zeros(2, dtype=torch.int32)
-    modules = launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common, launch.decode
-    for module in (*modules, launch.terms):
-        for name, fake in (
-            ("empty", EMPTY),
-            ("sm_count", lambda device: 132),
-            ("device_costs", lambda device: costs_of()),
-            ("stream_tickets", lambda *_: zeros),
-            ("unused_tensor", lambda device, dtype, *shape: torch.zeros(shape, dtype=getattr(torch, dtype))),
-            ("plan_cache", PlanCache()),
-            ("_kernels", {}),
-            ("build_ahead", lambda *_: None),
-            ("compile_kernels", lambda kernels, _: [lambda *given: launched.append(given)] * len(kernels)),
-        ):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(ops, "check_device_or_warn", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
-    return launched
+    with fake_gpu(lambda problem, config: lambda *given: launched.append(given)):
+        yield launched
 
 
 @pytest.fixture
@@ -354,8 +331,7 @@ def test_each_thread_has_its_own_known_calls(kernels, checks):
     assert len(checks) == 2
 
 
-def test_functions_that_are_options_are_known(kernels, checks, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.flex_calls.check_device_or_warn", lambda *_, **__: None)
+def test_functions_that_are_options_are_known(kernels, checks):
     qkv = leaves(2, HEADS, 16, 64)
     for _ in range(3):
         flex_attention(*qkv, mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 5))
@@ -474,8 +450,7 @@ def test_fp32_launches_read_the_values_of_negated_views(memory):
         assert firsts(qkv[0], dout) <= memory
 
 
-def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.flex_calls.check_device_or_warn", lambda *_, **__: None)
+def test_flex_launches_read_the_values_of_negated_views(memory):
     qkv, table, bias = leaves(2, HEADS, 16, 64), torch.full((HEADS,), 3.0), torch.randn(1, 1, 16, 16)
     for some in ((*qkv, table, bias), [negated(x) for x in (*qkv, table, bias)]):
         *inputs, captured, added = some
@@ -488,7 +463,6 @@ def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
 
 
 def test_a_known_call_of_a_cache_launches_the_tensors_of_now(kernels, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.kvcache.check_device_or_warn", lambda *_, **__: None)
     done, check = [], kvcache.check_cache
     monkeypatch.setattr(kvcache, "check_cache", lambda *x: done.append(None) or check(*x))
     q, k, v = (torch.randn(2, 16, HEADS, 64, dtype=BF16) for _ in range(3))
@@ -514,7 +488,6 @@ def test_a_known_call_of_a_cache_launches_the_tensors_of_now(kernels, monkeypatc
 
 
 def test_launches_of_a_cache_read_values_and_refuse_negated_caches(memory, monkeypatch):
-    monkeypatch.setattr("tl_attention.api.kvcache.check_device_or_warn", lambda *_, **__: None)
     monkeypatch.setattr(launch.decode, "_append_kernel", launch.decode._append_kernel.__wrapped__)
     q, k, v = (torch.randn(2, 1, HEADS, 64, dtype=BF16) for _ in range(3))
     caches = [torch.zeros(2, 32, HEADS, 64, dtype=BF16) for _ in range(2)]

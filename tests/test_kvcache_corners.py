@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from protocol.launches import recording
 
 from tl_attention import flash_attn_varlen_func, flash_attn_with_kvcache, kvcache_workspace_bytes
 from tl_attention.api import kvcache
 from tl_attention.checks.kvcache import check_page_strides, is_cache
 from tl_attention.problem.options import Cache
-
-sys.path.insert(0, str(Path(__file__).parent))
-from protocol.launches import recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16

@@ -7,11 +7,11 @@ import math
 import random
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from protocol.launches import recorded
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
@@ -31,9 +31,6 @@ from tl_attention.config.buckets import buckets
 from tl_attention.problem.attn_problem import DTYPES, AttnProblem, tile_widths
 from tl_attention.problem.options import Options
 from tl_attention.testing.numeric import check_fwd
-
-sys.path.insert(0, str(Path(__file__).parent))
-from protocol.launches import recorded
 
 gpu = pytest.mark.gpu
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")

@@ -27,13 +27,6 @@ BF16 = torch.bfloat16
 OPS = sorted(name for name in torch_backend.KERNELS if hasattr(torch.ops.aten, name))
 
 
-@pytest.fixture
-def handle():
-    handle = torch_backend.register()
-    yield handle
-    handle.remove()
-
-
 def overridden():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return [has_kernel(f"aten::{name}", "CUDA") for name in OPS]

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from tl_attention.integrations import torch_backend
-
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously")
 PAGE = Path(__file__).parents[1] / "docs" / "torch.md"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -118,13 +116,6 @@ KINDS = {
     "`sdpa_kernel(CUDNN_ATTENTION)`": Kind(within(CUDNN, masked(ROWS)), False),
     "`sdpa_kernel(EFFICIENT_ATTENTION)`": Kind(within(EFFICIENT, masked(ROWS)), False),
 }  # fmt: skip
-
-
-@pytest.fixture
-def handle():
-    handle = torch_backend.register()
-    yield handle
-    handle.remove()
 
 
 def rows_of_the_page():

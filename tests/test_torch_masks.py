@@ -242,13 +242,6 @@ def test_torch_masks_parameters_match_the_schema(function):
 
 
 @pytest.fixture
-def handle():
-    handle = torch_backend.register()
-    yield handle
-    handle.remove()
-
-
-@pytest.fixture
 def calls(monkeypatch):
     """Record the shape of each mask that reaches the kernels, as the kernels read it."""
     seen, real = [], torch_masks._call

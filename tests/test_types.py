@@ -19,9 +19,11 @@ import tl_attention
 from tl_attention.distributed.choice import METHODS, MethodName
 from tl_attention.distributed.layout import NAMES, LayoutName
 from tl_attention.problem.attn_problem import PRECISIONS, Precision
-from tl_attention.tools import stubs
 
 ROOT = Path(__file__).parents[1]
+_SPEC = importlib.util.spec_from_file_location("stubs", ROOT / "scripts/stubs.py")
+stubs = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(stubs)
 USER = Path(typed_user.__file__)
 INTERNAL = (
     "checks", "compilation", "config", "kernels", "launch", "problem", "reference", "testing", "tools", "torch_ops", "tracing", "tuning",
@@ -80,7 +82,7 @@ def test_stub_is_current(package):
     if importlib.util.find_spec("ruff") is None:
         pytest.skip("needs ruff, which formats stubs: pip install -e '.[dev]'")
     assert stubs.path_of(package).read_text() == stubs.stub(package), (
-        "python -m tl_attention.tools.stubs writes the stubs anew"
+        "python scripts/stubs.py writes the stubs anew"
     )
 
 

@@ -1,4 +1,4 @@
-# Written by `python -m tl_attention.tools.stubs`: change the signatures and docstrings of the code instead
+# Written by `python scripts/stubs.py`: change the signatures and docstrings of the code instead
 
 from collections.abc import Sequence
 from typing import Literal, overload

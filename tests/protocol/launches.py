@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 SMS = 132
@@ -112,15 +113,11 @@ def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
 @functools.cache
 def _modules() -> tuple:
     """Modules whose names are replaced."""
-    found = [
-        importlib.import_module(name)
-        for name in ("tl_attention.torch_ops.ops", "tl_attention.api.kvcache", "tl_attention.problem.target")
-    ]
-    for package in ("tl_attention.launch", "tl_attention.checks"):
-        for one in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            found.append(importlib.import_module(f"{package}.{one.name}"))
-    for name in ("flash", "interface", "paged", "flex"):
-        found.append(importlib.import_module(f"tl_attention.api.{name}"))
+    found = [importlib.import_module("tl_attention.problem.target")]
+    for folder in ("launch", "checks", "torch_ops", "api"):
+        package = importlib.import_module(f"tl_attention.{folder}")
+        for one in pkgutil.iter_modules(package.__path__):
+            found.append(importlib.import_module(f"{package.__name__}.{one.name}"))
     return tuple(found)
 
 
@@ -136,12 +133,44 @@ def _forget_plans() -> None:
 
 
 @contextlib.contextmanager
-def recording(sms: int = SMS) -> Iterator[list[Launch]]:
-    """Within it calls on CPU tensors append their launches to a list, as on a GPU with `sms` SMs. Restores all that it replaces.
+def fake_gpu(kernel_of: Callable[[Any, Any], Callable[..., None]], sms: int = SMS) -> Iterator[None]:
+    """Within it calls on CPU tensors launch kernel_of(problem, config), as on an H200 with `sms` SMs. Restores all that it replaces.
 
     Raises RuntimeError if the package no longer has a name that is replaced.
     """
-    from tl_attention.compilation import building
+    names = {
+        "empty": _zeros,
+        "sm_count": lambda device: sms,
+        "stream_tickets": lambda device, dynamic, numbers=2: torch.zeros(numbers, dtype=torch.int32),
+        "unused_tensor": lambda device, dtype, *shape: torch.zeros(shape, dtype=getattr(torch, dtype)),
+        "compile_kernels": lambda kernels, *_: [kernel_of(*kernel) for kernel in kernels],
+        "build_ahead": lambda *_: None,
+        "check_device_or_warn": lambda *_, **__: None,
+        "check_device": lambda *_, **__: None,
+        "is_hopper": lambda device: True,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            owners = [module for module in _modules() if hasattr(module, name)]
+            if not owners:
+                raise RuntimeError(f"tl_attention has no {name} any more")
+            for module in owners:
+                patch.setattr(module, name, value)
+        patch.setattr(torch.cuda, "current_device", lambda: None)
+        patch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.Tensor, "get_device", lambda x: 0)
+        _forget_plans()
+        try:
+            yield
+        finally:
+            _forget_plans()
+
+
+@contextlib.contextmanager
+def recording(sms: int = SMS) -> Iterator[list[Launch]]:
+    """fake_gpu() in which calls append their launches to a list."""
     from tl_attention.config.kernel_configs import FirstTermsConfig, TileTable
 
     launches: list[Launch] = []
@@ -158,46 +187,8 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
 
         return note
 
-    names = {
-        "empty": _zeros,
-        "sm_count": lambda device: sms,
-        "stream_tickets": lambda device, dynamic, numbers=2: torch.zeros(numbers, dtype=torch.int32),
-        "unused_tensor": lambda device, dtype, *shape: torch.zeros(shape, dtype=getattr(torch, dtype)),
-        "compile_kernels": lambda kernels, *_: [recorder(*kernel) for kernel in kernels],
-        "check_device_or_warn": lambda *_, **__: None,
-        "check_device": lambda *_, **__: None,
-        "is_hopper": lambda device: True,
-        "_no_angles": lambda dtype, device: torch.zeros(1, 1, dtype=dtype),
-    }
-    replaced = [
-        (module, name, value)
-        for module in _modules()
-        for name, value in names.items()
-        if hasattr(module, name)
-    ]
-    if missing := names.keys() - {name for _, name, _ in replaced}:
-        raise RuntimeError(f"tl_attention has no {missing} any more")
-    replaced += [
-        (building, "build_ahead", lambda kernels, purpose: None),
-        (torch.cuda, "current_device", lambda: None),
-        (torch.cuda, "get_device_name", lambda *_: GPU),
-        (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.Tensor, "is_cuda", True),
-        (torch.Tensor, "get_device", lambda x: 0),
-    ]
-    own = [(module, name, vars(module).get(name, None)) for module, name, _ in replaced]
-    _forget_plans()
-    try:
-        for module, name, value in replaced:
-            setattr(module, name, value)
+    with fake_gpu(recorder, sms):
         yield launches
-    finally:
-        for module, name, value in own:
-            if value is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
-        _forget_plans()
 
 
 def recorded(call: Callable[[], Any], sms: int = SMS) -> list[Launch]:

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -431,25 +432,15 @@ def expect_softcap(softcap: float) -> None:
         )
 
 
-def check_options(
-    q: torch.Tensor,
-    batch: int,
-    window_size: Sequence[int | None],
-    softcap: float,
-    dropout_p: float,
-    tensors: Mapping[str, torch.Tensor | None],
-) -> None:
-    """Check the options that change scores or probabilities; q is [.., heads, head_dim].
-
-    Args:
-        tensors: by fields of Options.
-    """
+def check_options(q: torch.Tensor, batch: int, asked: Any) -> None:
+    """Check the options that change scores or probabilities: attributes of `asked`, by public names. q is [.., heads, head_dim]."""
     sizes = {"batch": batch, "heads": q.shape[-2]}
-    check_window(window_size)
-    expect_softcap(softcap)
-    expect_dropout("dropout_p", dropout_p, BY_KEYWORD)
+    check_window(asked.window_size)
+    expect_softcap(asked.softcap)
+    expect_dropout("dropout_p", asked.dropout_p, BY_KEYWORD)
     for field, rule in TENSOR_RULES.items():
-        x, name = tensors.get(field), PUBLIC_NAMES[field]
+        name = PUBLIC_NAMES[field]
+        x = getattr(asked, name)
         if x is None:
             continue
         shapes = tuple(tuple(sizes.get(n, n) for n in shape) for shape in rule.shapes)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
-from tl_attention.problem.arguments import at_least, kernel_words
+from tl_attention.problem.arguments import at_least, has_words
 from tl_attention.version import __version__
 
 MAX_BYTES = 95_000_000  # of compressed kernels per wheel: PyPI takes files of 100 MB
@@ -513,5 +513,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose(kernels: Iterable[KernelKey], words: Sequence[str]) -> list[KernelKey]:
     """Kernels whose problem and config have all of some words."""
-    asked = kernel_words(words)
-    return [kernel for kernel in kernels if asked <= set(f"{kernel[0]} {kernel[1]}".split())]
+    return [kernel for kernel in kernels if has_words("{} {}".format(*kernel), words)]

@@ -403,8 +403,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     check_device_or_warn(q, traced=False)
     expect_bool("deterministic", asked.deterministic)
     batch = len(documents) - 1 if packed else len(q)
-    tensors = {"rng_state": asked.rng_state, "alibi_slopes": slopes, "sink": sink}
-    check_options(q, batch, asked.window_size, asked.softcap, asked.dropout_p, tensors)
+    check_options(q, batch, asked)
     _check_placement(q, ranks, asked)
     layout, bounds = _placement(q, ranks, asked)
     is_causal, window = canonical_window(asked.causal, asked.window_size)

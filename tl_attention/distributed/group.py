@@ -122,7 +122,7 @@ class Exchange:
                     places.append(len(self._lengths))
                     self._lengths.append((part.stop - part.start) * width)
         self._sizes = [0] * ranks.world, [0] * ranks.world
-        for sizes, parts in zip(self._sizes, (sends, receives), strict=True):
+        for sizes, parts in zip(self._sizes, (receives, sends), strict=True):
             for part in parts:
                 sizes[part.peer] += (part.stop - part.start) * sum(widths)
         self._size = sum(self._lengths)
@@ -136,20 +136,10 @@ class Exchange:
         sent = [tensors[number][start:stop] for number, start, stop in self._sent]
         sent = sent[0] if len(sent) == 1 else torch.cat(sent) if sent else tensors[0].new_empty(0)
         arrived = sent.new_empty(self._size)
-        work = _start(self._ranks, arrived, sent, *self._sizes, _BESIDE if overlap else _IN_LINE)
+        options = _BESIDE if overlap else _IN_LINE
+        # The method of the group: torch.distributed.all_to_all_single checks and logs in Python
+        work = self._ranks.group.alltoall_base(arrived, sent, *self._sizes, options)
         return Arriving(self._lengths, self._places, work, arrived, sent)
-
-
-def _start(
-    ranks: Ranks,
-    arrived: torch.Tensor,
-    sent: torch.Tensor,
-    sizes: list[int],
-    received: list[int],
-    options: dist.AllToAllOptions,
-) -> dist.Work | None:
-    # The method of the group: torch.distributed.all_to_all_single checks and logs in Python
-    return ranks.group.alltoall_base(arrived, sent, received, sizes, options)
 
 
 class Arriving:

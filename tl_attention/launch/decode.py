@@ -305,13 +305,14 @@ def append_to_cache(
     if torch.cuda.current_device() != device:
         with torch.cuda.device(device):
             return append_to_cache(q, k_new, v_new, cache, cos, sin, interleaved, queries_move)
-    kernel = _append_kernel(DTYPE_NAMES[q.dtype])
+    dtype = DTYPE_NAMES[q.dtype]
+    kernel = _append_kernel(dtype)
     if not k_new.shape[1] or not q.shape[0]:
         return q
     q, k_new, v_new = as_stored(q), as_stored(k_new), as_stored(v_new)
     rotated = empty(*dense(q.shape, q.dtype))
     no_lengths, no_table = _unused_indices(device)
-    angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (as_stored(cos), as_stored(sin))
+    angles = (unused_tensor(device, dtype, 1, 1),) * 2 if cos is None else (as_stored(cos), as_stored(sin))
     tensor = isinstance(cache.seqlens, torch.Tensor)
     paged = cache.block_table is not None
     kernel(
@@ -346,9 +347,3 @@ def _unused_indices(device: int) -> tuple[torch.Tensor, torch.Tensor]:
 @functools.cache
 def _append_kernel(dtype: str) -> Kernel:
     return compile_needed([append_kernel(dtype)])[0]
-
-
-@functools.cache
-def _no_angles(dtype: torch.dtype, device: int) -> torch.Tensor:
-    """Placeholder for cos and sin, which are not read without rotary."""
-    return torch.zeros(1, 1, dtype=dtype, device=f"cuda:{device}")

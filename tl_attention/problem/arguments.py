@@ -45,9 +45,9 @@ def short_dtype_name(text: str) -> str:
     return DTYPES[name].short if name in DTYPES else text
 
 
-def kernel_words(words: Sequence[str]) -> set[str]:
-    """Words that a kernel must have, with dtypes by their short names, which kernels have."""
-    return set(map(short_dtype_name, words))
+def has_words(name: object, words: Sequence[str]) -> bool:
+    """True if the text of a kernel or a row has all of these words; dtypes may have any of their names."""
+    return set(map(short_dtype_name, words)) <= set(str(name).split())
 
 
 class PassWords(Action):

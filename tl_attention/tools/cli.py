@@ -17,7 +17,7 @@ import torch
 from tl_attention.compilation import packing
 from tl_attention.config import catalog, configs, legality
 from tl_attention.config.kernel_configs import KernelConfig
-from tl_attention.problem.arguments import PassWords, at_least, dtype_name, kernel_words, seconds
+from tl_attention.problem.arguments import PassWords, at_least, dtype_name, seconds
 from tl_attention.problem.attn_problem import (
     DECODE,
     DEFAULT_DTYPE,
@@ -376,9 +376,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         kernels = [
             kernel for kernel in catalog.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
         ]
-    kernels = [
-        kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)
-    ]
+    kernels = packing.choose(dict.fromkeys(kernels), arguments.words)
     if not kernels:
         words = " ".join(arguments.words) or "none"
         raise SystemExit(
@@ -476,10 +474,6 @@ def update_manifest(arguments: argparse.Namespace) -> int:
     for name, texts in faults.items():
         print(f"fault: {name}: {'; '.join(texts)}")
     return 1 if faults else 0
-
-
-def _has_words(text: str, words: Sequence[str]) -> bool:
-    return kernel_words(words) <= set(text.split())
 
 
 def _has_rich(command: str) -> bool:

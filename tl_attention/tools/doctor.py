@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 
 import torch
 
@@ -68,20 +68,17 @@ def _check_gpu() -> tuple[bool, str]:
     return not advice, f"{torch.cuda.get_device_name()}, {sm}{advice}"
 
 
-def _check_package(module: str, use: str, advice: str) -> Callable[[], tuple[bool, str]]:
+def _check_package(module: str, use: str, advice: str) -> tuple[bool, str]:
     """The check of an optional package. use: what it is for; advice: how to install it."""
+    from tl_attention.testing.environment import version
 
-    def check() -> tuple[bool, str]:
-        from tl_attention.testing.environment import version
-
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        state = (version(module) or "found") if found else "not installed"
-        return bool(found), f"{state}; {use}" if found else f"{state}; {use}: {advice}"
-
-    return check
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        return False, f"not installed; {use}: {advice}"
+    return True, f"{version(module) or 'found'}; {use}"
 
 
 def _check_tvm_ffi() -> tuple[bool, str]:
@@ -218,7 +215,7 @@ CHECKS = (  # (needed, or a function that says so; name; check)
     (True, "cache", _check_cache),
     (False, "tuned table", _check_table),
     *(
-        (False, name, _check_package(module, use, advice))
+        (False, name, functools.partial(_check_package, module, use, advice))
         for name, module, use, advice in (
             ("rich", "rich", "for progress bars and tables", "pip install 'tl-attention[jit]'"),
             ("matplotlib", "matplotlib", "for pictures of masks", "pip install matplotlib"),

@@ -12,6 +12,7 @@ import torch
 from tl_attention import launch
 from tl_attention.checks.common import (
     FWD_DTYPES,
+    check_device,
     check_fwd,
     check_lengths,
     check_options,
@@ -41,7 +42,6 @@ from tl_attention.torch_ops.ops import (
     Outputs,
     Plan,
     differentiable,
-    eager_plan,
     in_bf16,
     is_traced,
     run,
@@ -197,7 +197,11 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
         return in_bf16(lambda q, k, v: attend(request._replace(q=q, k=k, v=v, precision=None)), q, k, v)
     options = None if options.is_off else options
     call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, heads_first, deterministic)
-    plan = None if signature is None else eager_plan(q, k, v, call, options, request.max_logits)
+    plan = None
+    if signature is not None:  # q is on a GPU
+        check_device(q)
+        others = {"max_logits": request.max_logits, "deterministic": deterministic}
+        plan = launch.fwd_plan(q, k, v, causal, heads_first, options, **others)
     if plan is None:
         return run(q, k, v, call, options, request.max_logits)
     takes_tensors = options is not None and any(x is not None for x in options.tensors())
@@ -232,13 +236,11 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
             if isinstance(lengths[name], torch.Tensor):
                 lengths[name] = rows
     check_splits(request.num_splits, request.batch_invariant, dropout_p, request.max_logits)
-    window_size, softcap = request.window_size, request.softcap
-    tensors = {name: getattr(request, PUBLIC_NAMES[name]) for name in TENSOR_RULES}
-    check_options(q, batch, window_size, softcap, dropout_p, tensors)
-    causal, window = canonical_window(request.causal, window_size)
+    check_options(q, batch, request)
+    causal, window = canonical_window(request.causal, request.window_size)
     return causal, Options(
         window=window,
-        softcap=float(softcap),
+        softcap=float(request.softcap),
         dropout_p=float(dropout_p),
         num_splits=BATCH_INVARIANT if request.batch_invariant else request.num_splits,
         parts=check_precision(q, request.precision),

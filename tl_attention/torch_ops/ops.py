@@ -454,20 +454,6 @@ def run(
     return run_eagerly(q, k, v, call, options, plan)
 
 
-def eager_plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    options: Options | None,
-    max_logits: bool,
-) -> Plan | None:
-    """Plan of plain tensors on a GPU for run_eagerly(), from checked arguments; None for a call that launches on copies, or not at all."""
-    check_device_or_warn(q, False)
-    others = {"max_logits": max_logits, "deterministic": call.deterministic}
-    return launch.fwd_plan(q, k, v, call.causal, call.heads_first, options, **others)
-
-
 def run_eagerly(
     q: torch.Tensor,
     k: torch.Tensor,

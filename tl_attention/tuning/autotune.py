@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from tl_attention.compilation import cubin
+from tl_attention.compilation import building, cubin
 from tl_attention.compilation.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.config import configs
 from tl_attention.config.kernel_configs import KernelConfig
-from tl_attention.problem.arguments import kernel_words
+from tl_attention.problem.arguments import has_words
 from tl_attention.problem.attn_problem import DEFAULT_DTYPE, DIRECTIONS, AttnProblem
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.progress import track
 from tl_attention.tuning.results import Attempt, Kernel, append_log, attempt_table, save_winner
-from tl_attention.tuning.steps import Row, Steps, check_shapes, group_shapes
+from tl_attention.tuning.steps import Row, Steps, check_shapes, compile_kernel, group_shapes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,19 +44,15 @@ ROUNDS, FINAL_ROUNDS = 5, 15
 
 
 def compile_all(
-    kernels: Iterable[Kernel],
-    jobs: int | None = None,
-    steps: Steps | None = None,
-    limit: float = COMPILE_LIMIT,
+    kernels: Iterable[Kernel], jobs: int | None = None, limit: float = COMPILE_LIMIT
 ) -> Iterator[tuple[AttnProblem, KernelConfig, cubin.Report | Failure]]:
     """Compile kernels into the disk cache, by default one per CPU at a time. Yields each result as it comes.
 
     Args:
         limit: seconds per kernel, after which its result is a Failure.
     """
-    steps = steps or Steps()
-    with Sandboxes(jobs, steps.prepare_to_compile) as sandboxes:
-        for kernel, result in sandboxes.map(steps.compile, kernels, limit):
+    with Sandboxes(jobs, building.prepare_to_build) as sandboxes:
+        for kernel, result in sandboxes.map(compile_kernel, kernels, limit):
             yield *kernel, result
 
 
@@ -112,7 +108,7 @@ def tune(
     groups = {
         row: members
         for row, members in group_shapes(shapes, dtypes, directions).items()
-        if kernel_words(only) <= set(str(row).split())
+        if has_words(row, only)
     }
     deadline = time.monotonic() + budget_s
     results: dict[str, list[Attempt]] = {}

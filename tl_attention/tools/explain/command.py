@@ -147,11 +147,7 @@ def _check_decode(shape: Shape) -> None:
 
 def _record(call: Work, dtype: str) -> dict[str, object]:
     """The answer for a program that reads it."""
-    known = (
-        ()
-        if measured.results_dir() is None
-        else measured.find(call.shape, call.direction, dtype, call.gpu.name)
-    )
+    known = measured.find(call.shape, call.direction, dtype, call.gpu.name)
     return {
         "shape": str(call.shape),
         "pass": call.direction,

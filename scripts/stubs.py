@@ -1,4 +1,4 @@
-"""Type stubs of the public packages: `python -m tl_attention.tools.stubs` writes them from the signatures and docstrings of the code.
+"""Type stubs of the public packages: `python scripts/stubs.py` writes them from the signatures and docstrings of the code.
 
 A function whose result depends on a flag gets an overload per value of the flag, which would repeat its options four times in the code.
 The result of such a function is a union: its first member is the result without flags, and then each flag has one, in their order. One
@@ -27,7 +27,7 @@ FLAGS = (
     "return_aux",
     "return_kernel",
 )
-HEADER = "# Written by `python -m tl_attention.tools.stubs`: change the signatures and docstrings of the code instead\n"
+HEADER = "# Written by `python scripts/stubs.py`: change the signatures and docstrings of the code instead\n"
 
 
 def path_of(package: str) -> Path:

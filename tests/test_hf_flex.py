@@ -100,7 +100,11 @@ def logits_and_gradients(model, rows=..., **inputs):
 
 
 def check(name, device, rows=..., **inputs):
-    results = [logits_and_gradients(model, rows, **inputs) for model in models(name, device)]
+    assert_results_close([logits_and_gradients(model, rows, **inputs) for model in models(name, device)])
+
+
+def assert_results_close(results):
+    """The error rule for the logits and gradients of the three models()."""
     logits, grads = zip(*results, strict=True)
     assert_close(*logits)
     assert len({frozenset(x) for x in grads}) == 1
@@ -152,10 +156,7 @@ def test_hf_flex_image_tokens_match_eager(device):
         if not results:
             assert all(is_block_mask(x.block_mask) for x in masks.values())
         results.append(logits_and_gradients(model, input_ids=tokens(3, 24, device), attention_mask=masks))
-    logits, grads = zip(*results, strict=True)
-    assert_close(*logits)
-    for key in grads[0]:
-        assert_close(*(x[key] for x in grads), rms)
+    assert_results_close(results)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +178,7 @@ def test_hf_flex_4d_masks_match_eager(kind, device):
     for model in models("llama", device):
         mask = seen if kind == "bool" and not results else added.to(model.dtype)
         results.append(logits_and_gradients(model, input_ids=ids, attention_mask=mask))
-    logits, grads = zip(*results, strict=True)
-    assert_close(*logits)
-    for key in grads[0]:
-        assert_close(*(x[key] for x in grads), rms)
+    assert_results_close(results)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_bias_gradients_that_are_dS():
 
 
 def test_biases_that_run_in_narrow_tiles():
-    """A dense bias alone whose gradient is dS has a tile width of its own, and schedules; more functions beside it have neither."""
+    """A dense bias alone whose gradient is dS has tiles of 32 columns, and schedules; more functions beside it have neither."""
     bias = torch.zeros(1, HEADS, 8, 8, dtype=torch.bfloat16, requires_grad=True)
     found = {}
     for name, functions in {

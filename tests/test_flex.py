@@ -511,7 +511,7 @@ def test_flex_every_width_has_a_legal_config(name, direction):
     for width in tile_widths(direction):
         program = PROGRAMS[name].forward if direction == "fwd" else PROGRAMS[name]
         for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
-            problem = AttnProblem("bfloat16", *width, False, (), program)
+            problem = AttnProblem.of("bfloat16", *width, False, direction, program=program)
             config, source = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
             assert legality.fault(problem, config, direction) is None, source
             assert getattr(config, "split", False) == (bucket == "split")

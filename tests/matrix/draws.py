@@ -10,7 +10,7 @@ from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.config import configs
 from tl_attention.config.catalog import PAGED
 from tl_attention.config.kernel_configs import PAGE_ROWS, BwdConfig, DecodeConfig, FwdConfig
-from tl_attention.problem.attn_problem import DECODE, JVP, decode_width, tile_width
+from tl_attention.problem.attn_problem import DECODE, JVP, AttnProblem, decode_width
 
 from .classes import CallClass
 
@@ -160,8 +160,12 @@ def _narrower(call_class: CallClass, rng: random.Random) -> tuple[int, int]:
     if call_class.kind == DECODE:
         return less if width[0] != 576 and decode_width(*found) == width else (0, 0)
     direction = {PAGED: "fwd"}.get(call_class.kind, call_class.kind)
-    fits = found[1] <= found[0] and tile_width(*found, direction, problem.dtype) == width
-    return less if fits else (0, 0)
+    if found[1] > found[0]:
+        return (0, 0)
+    served = AttnProblem.of(
+        problem.dtype, *found, problem.causal, direction, problem.options, problem.program
+    )
+    return less if (served.head_dim, served.head_dim_v) == width else (0, 0)
 
 
 def _options(call_class: CallClass, rng: random.Random) -> dict:

@@ -70,7 +70,7 @@ FP32_BWD_WIDTHS: dict[int, tuple[tuple[int, int], ...]] = {
 }  # by number of terms
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
-# One more tile width of 16 bits, without options: heads of folding models and of windows in vision models
+# One more tile width, of AttnProblem.has_narrow_kernels(): heads of folding models and of windows in vision models
 NARROW_WIDTH = (32, 32)
 # fp32 backwards of wider heads have no shared memory for values of functions, see program.Program.by_score
 BY_SCORE_WIDTH = 128
@@ -193,11 +193,25 @@ class AttnProblem:
         program: Program | None = None,
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
-        width = tile_width(head_dim, head_dim_v, direction, dtype, bool(options))
+        width = tile_width(head_dim, head_dim_v, direction, dtype)
         found = cls(dtype, *width, causal, options, program)
+        if max(head_dim, head_dim_v) <= NARROW_WIDTH[0] and found.has_narrow_kernels(direction):
+            return replace(found, head_dim=NARROW_WIDTH[0], head_dim_v=NARROW_WIDTH[1])
         if program is not None and found.is_fp32 and direction != "fwd" and found.head_dim > BY_SCORE_WIDTH:
             return replace(found, program=replace(program, by_score=True))
         return found
+
+    def has_narrow_kernels(self, direction: str) -> bool:
+        """True if heads of up to 32 columns have kernels of NARROW_WIDTH: in 16 bits, without options.
+
+        Of functions masks as bits have them, and dense biases alone: their forward, and the backward that learns them with dq summed in any
+        order.
+        """
+        if self.options or self.is_fp32 or direction == JVP:
+            return False
+        if self.program is None or self.is_mask_of_bits:
+            return True
+        return self.program.is_bias if direction == "fwd" else direction == "bwd" and self.learns_bias
 
     def helper_problem(self, width: int) -> AttnProblem:
         """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and varlen; for fp32 not on the precision."""
@@ -441,21 +455,17 @@ def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable
 
 
 def tile_width(
-    head_dim: int,
-    head_dim_v: int,
-    direction: str = "fwd",
-    dtype: str = DEFAULT_DTYPE,
-    with_options: bool = False,
+    head_dim: int, head_dim_v: int, direction: str = "fwd", dtype: str = DEFAULT_DTYPE
 ) -> tuple[int, int]:
-    """The first tile width of a direction that holds head_dim columns of Q and K and head_dim_v of V and O."""
-    widths = tile_widths(direction, dtype, with_options)
+    """The first tile width that any call of a direction has, and that holds head_dim columns of Q and K and head_dim_v of V and O."""
+    widths = tile_widths(direction, dtype, with_options=True)
     return next((qk, v) for qk, v in widths if qk >= head_dim and v >= head_dim_v)
 
 
 def tile_widths(
     direction: str, dtype: str = DEFAULT_DTYPE, with_options: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """The (head_dim, head_dim_v) that a direction has kernels for."""
+    """The (head_dim, head_dim_v) that a direction has kernels for; with_options: without NARROW_WIDTH."""
     if dtype in FP32_DTYPES:
         return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS[FP32_DTYPES[dtype].terms]
     if direction == JVP:

@@ -298,7 +298,7 @@ def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | No
     """
     global _last
     positions = position_ids.reshape(1, -1)
-    if is_traced():
+    if is_traced(positions):
         one = (positions[:, 1:] > positions[:, :1]).all()
         if mask is not None and isinstance(mask.padded, torch.Tensor):
             one = one | mask.padded

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.checks.common import cast_hint, describe, expect_tensor, is_int, window_hint
+from tl_attention.checks.common import (
+    cast_hint,
+    describe,
+    expect_local,
+    expect_tensor,
+    is_int,
+    window_hint,
+)
 from tl_attention.checks.flex import MAX_LENGTH
 from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.checks.lengths import ALWAYS, skips_check
@@ -75,6 +82,7 @@ def check_window_pair(window_size: Any) -> tuple[int, int]:
 def check_lengths_tensor(name: str, x: Any, *ndims: int, may_be_empty: bool = False) -> torch.Tensor:
     """A tensor of positions, lengths or documents."""
     expect_tensor(name, x)
+    expect_local(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{name}: expected torch.int32 or torch.int64, got {x.dtype}; cast it with {name}.int()"

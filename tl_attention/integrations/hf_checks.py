@@ -14,6 +14,7 @@ from tl_attention.checks.common import (
     expect_like,
     expect_tensor,
     holds_ints,
+    is_dtensor,
     is_int,
 )
 from tl_attention.integrations.hf_mask import USE_ANOTHER, Mask
@@ -39,7 +40,7 @@ def check_inputs(query: Any, key: Any, value: Any, sink: Any, dropout: Any, is_c
             raise ValueError(
                 f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
             )
-    if sink is not None:
+    if sink is not None and not (is_dtensor(sink) and is_dtensor(query)):  # flash_attn_func checks shards
         hint = "pass a number per head of query"
         expect_like("s_aux", sink, query, ((query.shape[1],),), (torch.float32, *DTYPES), hint)
     expect_dropout("dropout", dropout, "; pass 0.0 for none")

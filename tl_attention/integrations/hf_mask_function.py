@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from tl_attention.checks.common import is_dtensor
 from tl_attention.integrations.hf_checks import (
     check_mask,
     check_mask_function,
@@ -67,6 +68,7 @@ def attention_mask(
         check_mask(attention_mask, batch_size)
         return attention_mask  # generate() has called this function
     check_padding(attention_mask, batch_size)
+    attention_mask = whole(attention_mask)
     if isinstance(local_size, int) and not isinstance(local_size, bool) and local_size == 0:
         return Mask((batch_size, q_length, kv_length), True, no_keys=True)
     check_window_keys("local_size", local_size)
@@ -309,6 +311,11 @@ def _find_sequences(
     if not causal:  # full attention within packed sequences is not supported
         unsupported = unsupported | starts.any()
     return starts, unsupported
+
+
+def whole(x: Any) -> Any:
+    """All of a DTensor, such as replicated positions or padding; anything else as it is."""
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 def is_traced(x: torch.Tensor) -> bool:

@@ -449,6 +449,27 @@ def test_hf_recorded_calls_serve_other_padding(mode):
         recorded(q, whole, positions % 4)
 
 
+@pytest.mark.parametrize("inside", [lambda f: f, torch.func.grad], ids=["vmap", "vmap of grad"])
+def test_hf_padding_and_positions_of_each_sample_of_vmap_are_refused_by_name(inside):
+    def attend(q, **given):
+        padding, mask = given.get("attention_mask"), None
+        if padding is not None:
+            mask = hf.attention_mask(1, 8, 8, attention_mask=padding)
+        positions = given.get("position_ids")
+        out, _ = hf.attention_forward(
+            torch.nn.Module(), q, q, q, mask, is_causal=True, position_ids=positions
+        )
+        return out.square().sum()
+
+    q, ids = torch.randn(3, 1, 2, 8, 16), torch.ones(3, 1, 8, dtype=torch.int64)
+    for name in ("attention_mask", "position_ids"):
+        with pytest.raises(NotImplementedError, match=rf"^{name}: .* all samples of torch.vmap"):
+            torch.vmap(lambda q, x, name=name: inside(attend)(q, **{name: x}))(q, ids)
+    # The same for all of them
+    found = torch.vmap(lambda q: inside(attend)(q, position_ids=torch.arange(8)[None]))(q)
+    torch.testing.assert_close(found[1], inside(attend)(q[1]))
+
+
 PADDING = {
     "ends": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]),
     "hole": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 1]]),

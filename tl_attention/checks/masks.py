@@ -18,7 +18,7 @@ from tl_attention.checks.common import (
 from tl_attention.checks.flex import MAX_LENGTH
 from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.checks.lengths import ALWAYS, skips_check
-from tl_attention.tracing.captures import has_values
+from tl_attention.tracing.captures import has_values, is_vmapped
 from tl_attention.tracing.intervals import Blocks
 
 
@@ -195,7 +195,7 @@ def _nodes(name: str, x: Any, padding: int) -> NodeValues:
 
 def _is_read(x: torch.Tensor) -> bool:
     """True for a tensor whose values the host has, or is asked to wait for."""
-    if not has_values(x) or torch._C._functorch.is_batchedtensor(x):
+    if is_vmapped(x) or not has_values(x):
         return False
     return x.device.type == "cpu" or (ALWAYS and x.is_cuda and not skips_check(x))
 

@@ -33,6 +33,7 @@ from tl_attention.integrations.hf_checks import (
     check_no_others,
     check_others,
     check_packing,
+    check_read,
     check_window_keys,
 )
 from tl_attention.integrations.hf_flex import flex_forward, needs_flex
@@ -298,6 +299,7 @@ def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | No
     a change would show.
     """
     global _last
+    check_read("position_ids", position_ids)
     positions = whole(position_ids).reshape(1, -1)
     if is_traced(positions):
         one = (positions[:, 1:] > positions[:, :1]).all()

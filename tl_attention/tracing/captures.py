@@ -154,6 +154,16 @@ def has_values(x: torch.Tensor) -> bool:
     return not has_proxy_slot(x, recording.tracer)
 
 
+def is_vmapped(x: torch.Tensor) -> bool:
+    """True for a tensor with values for each sample of torch.vmap, inside other transforms of torch.func, too."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 @functools.lru_cache(maxsize=1024)
 def _is_stable(module: str) -> bool:
     return module.split(".")[0] in STABLE_MODULES

@@ -216,7 +216,7 @@ def test_plans_one_rank_makes_the_plain_call():
         ({"cu_seqlens": [0, 9.0]}, TypeError, "cu_seqlens: expected ints"),
         ({"cu_seqlens": 3}, TypeError, "cu_seqlens: expected a tensor or a list of ints, got 3"),
         ({"cu_seqlens": torch.zeros(2, device="meta")}, ValueError, "cu_seqlens: expected a tensor on the CPU"),
-        ({"cu_seqlens": FakeTensorMode().from_tensor(torch.tensor([0, 9]))}, ValueError, "cu_seqlens: expected .* got a fake tensor"),
+        ({"cu_seqlens": FakeTensorMode().from_tensor(torch.tensor([0, 9]))}, ValueError, "cu_seqlens: expected .* cannot be read here"),
         ({"layout": named_layout("zigzag", 9, 2)}, ValueError, "layout: expected one of 9 tokens on 1 ranks"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,

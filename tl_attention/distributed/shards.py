@@ -47,10 +47,10 @@ def documents_of(cu_seqlens: Lengths) -> tuple[int, ...] | None:
         expect_tensor("cu_seqlens", cu_seqlens)
         expect_local("cu_seqlens", cu_seqlens)
         if cu_seqlens.device.type != "cpu" or not has_values(cu_seqlens):
-            kind = "a fake tensor, " if cu_seqlens.device.type == "cpu" else ""
+            unread = ", which cannot be read here" if cu_seqlens.device.type == "cpu" else ""
             raise ValueError(
                 "cu_seqlens: expected a tensor on the CPU, as its values decide what ranks exchange, got"
-                f" {kind}{describe(cu_seqlens)}; keep a copy on the CPU, or pass a list"
+                f" {describe(cu_seqlens)}{unread}; keep a copy on the CPU, or pass a list"
             )
         if cu_seqlens.ndim != 1 or not holds_ints(cu_seqlens):
             raise TypeError(f"cu_seqlens: expected integers [documents + 1], got {describe(cu_seqlens)}")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from tl_attention import create_block_mask, flash_attn_func, flex_attention
 from tl_attention.checks.flex import OPTIONS_OFF, TAKEN, warn_about_mask_of_numbers
@@ -438,6 +439,17 @@ def test_bias_refuses_for_a_batch_of_one():
     q = torch.randn(1, 2, 8, 32)
     with pytest.raises(ValueError, match=r"attn_bias: expected shape \(1, 1 or 2, 8, 8\) of batch, heads"):
         flex_attention(q, q, q, attn_bias=torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize("make", [causal_lower_right, causal_upper_left])
+def test_bias_that_torch_makes_without_values_is_refused_by_name(make):
+    """Its shape is (variant, seqlen_q, seqlen_k): with two batch entries a view [:, None] of it would fit."""
+    q = torch.randn(2, 2, 8, 32)
+    for call in (flex_attention, flash_attn_func):
+        with pytest.raises(
+            TypeError, match=r"^attn_bias: expected a tensor with .*got a CausalBias.*causal=True"
+        ):
+            call(q, q, q, attn_bias=make(8, 8))
 
 
 def test_float_mask_of_zeros_and_ones_warns_on_the_cpu():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
 from tl_attention.distributed import functions, roll, shards
@@ -219,6 +220,7 @@ def test_plans_one_rank_makes_the_plain_call():
         ({"cu_seqlens": torch.zeros(2, device="meta")}, ValueError, "cu_seqlens: expected a tensor on the CPU"),
         ({"return_max_logits": 1}, TypeError, "^return_max_logits: expected a bool, got 1"),
         ({"max_logits": True}, TypeError, r"^attention.* 'max_logits'; did you mean return_max_logits\?"),
+        ({"cu_seqlens": FakeTensorMode().from_tensor(torch.tensor([0, 9]))}, ValueError, "cu_seqlens: expected .* cannot be read here"),
         ({"layout": named_layout("zigzag", 9, 2)}, ValueError, "layout: expected one of 9 tokens on 1 ranks"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,

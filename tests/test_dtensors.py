@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tl_attention import (
+    block_masks,
     create_block_mask,
     distributed,
+    draft_tree_mask,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
@@ -20,6 +22,8 @@ from tl_attention import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     flex_attention,
+    hf,
+    merge_states,
     mha_bwd_interface,
     mha_fwd_interface,
 )
@@ -346,6 +350,66 @@ def test_other_functions_refuse_dtensors_by_name(name, mesh):
     text = rf"^{argument}: expected a tensor of this rank, got a DTensor of placements .*{re.escape(argument)}\.to_local\(\)"
     with pytest.raises(NotImplementedError, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    "name", ["document_ids", "documents", "prefix_lm", "tree", "tree lengths", "positions", "draft", "bounds"]
+)
+def test_values_of_masks_and_bounds_refuse_a_dtensor_by_name(name, mesh):
+    x = DTensor.from_local(torch.tensor([0, 1, 3], device=mesh.device_type), mesh, (Replicate(), Replicate()))
+    calls = {
+        "document_ids": (lambda: block_masks.document_ids(x, 3), "cu_seqlens"),
+        "documents": (lambda: block_masks.documents(x), "ids"),
+        "prefix_lm": (lambda: block_masks.prefix_lm(4, 4, x), "prefix"),
+        "tree": (lambda: block_masks.prefix_tree(x, [1, 2, 3]), "parents"),
+        "tree lengths": (lambda: block_masks.prefix_tree([-1, 0, 0], x), "lengths"),
+        "positions": (lambda: block_masks.prefix_tree_positions(x, [1, 2, 3]), "parents"),
+        "draft": (lambda: draft_tree_mask(x), "parents"),
+        "bounds": (lambda: distributed.shard_cu_seqlens(x), "cu_seqlens"),
+    }
+    call, argument = calls[name]
+    with pytest.raises(NotImplementedError, match=rf"^{argument}: expected a tensor of this rank.*to_local"):
+        call()
+
+
+def test_merged_states_are_all_dtensors_or_none(mesh):
+    out, lse = (torch.randn(shape, device=mesh.device_type) for shape in ((2, 5, 4, 8), (2, 4, 5)))
+    placed = DTensor.from_local(out, mesh, (Shard(0), Replicate()))
+    of_lse = DTensor.from_local(lse, mesh, (Shard(0), Replicate()))
+    found, _ = merge_states([placed, placed], [of_lse, of_lse])
+    assert torch.equal(found.to_local(), merge_states([out, out], [lse, lse])[0])
+    for outs, lses in (([placed], [lse]), ([placed[:2], out], [lse, lse]), ([out], [of_lse])):
+        with pytest.raises(TypeError, match=r"^outs, lses: expected DTensors alone or none.*to_local\(\)"):
+            merge_states(outs, lses)
+
+
+def test_hf_takes_the_shards_of_flash_attn_func(mesh):
+    """Also in a decode step, with a sink, and with positions and padding that are replicated."""
+    device, layer = mesh.device_type, torch.nn.Module()
+    q, k, v = (local(mesh, 1, heads, 20, 64) for heads in (4, 2, 2))
+    sink = torch.randn(4, device=device)
+    qkv = [DTensor.from_local(x, mesh, (Replicate(), Shard(1))) for x in (q, k, v)]
+    sinks = DTensor.from_local(sink, mesh, (Replicate(), Shard(0)))
+    positions, padding = torch.arange(20, device=device)[None] % 8, torch.ones(1, 20, device=device).bool()
+    padding[:, :3] = False
+    whole_of = [DTensor.from_local(x, mesh, (Replicate(), Replicate())) for x in (positions, padding)]
+    for rows, beside, of_ranks in (
+        (20, {}, {}),
+        (20, {"position_ids": positions}, {"position_ids": whole_of[0]}),
+        (1, {}, {}),
+    ):
+        options = {"is_causal": True}
+        given = (qkv[0][:, :, -rows:], *qkv[1:])
+        found, _ = hf.attention_forward(layer, *given, None, s_aux=sinks, **options, **of_ranks)
+        want, _ = hf.attention_forward(layer, q[:, :, -rows:], k, v, None, s_aux=sink, **options, **beside)
+        assert found.placements == (Replicate(), Shard(2))
+        torch.testing.assert_close(found.to_local(), want, rtol=0.02, atol=0.02)
+    pytest.importorskip("transformers")
+    masks = [hf.attention_mask(1, 20, 20, attention_mask=x, device=device) for x in (padding, whole_of[1])]
+    (want, _), (found, _) = (
+        hf.attention_forward(layer, *x, mask) for x, mask in zip(((q, k, v), qkv), masks, strict=True)
+    )
+    assert torch.equal(found.to_local(), want)
 
 
 def test_lengths_that_are_dtensors_are_checked(mesh, monkeypatch):

@@ -250,6 +250,14 @@ def test_nested_tensors_are_refused_by_name(call, name, layout, device):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["dropout_p", "causal", "softcap", "num_splits", "return_max_logits"])
+def test_nested_tensors_in_the_place_of_a_number_are_refused_by_name(name):
+    x = torch.nested.nested_tensor([Q[0], Q[0, :3]], layout=torch.strided)
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: expected .* got a nested tensor"):
+        flash_attn_func(Q, Q, Q, **{name: x})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_have_no_plan():
     x = torch.nested.nested_tensor([Q[0], Q[0, :3]])
     assert launch.bwd_plan(x, x, x, x, x, x, False, False, False) is None

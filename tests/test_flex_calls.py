@@ -545,6 +545,18 @@ def test_functions_capture_tensors_whose_sizes_are_symbols(qkv):
     torch.testing.assert_close(graph(*qkv, bias), attend(*qkv, bias))
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_a_captured_number(mode, qkv):
+    """Else a 0-d CPU tensor is a number, which is read."""
+
+    def attend(q, k, v, temperature):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * temperature)
+
+    graph = make_fx(attend, tracing_mode=mode)(*qkv, torch.tensor(2.0))
+    for temperature in torch.tensor([2.0, 3.0]):
+        torch.testing.assert_close(graph(*qkv, temperature), attend(*qkv, temperature))
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 @pytest.mark.parametrize("kind", ["added", "mask", "constant index"])
 def test_make_fx_records_dense_biases_and_constant_indices(kind, mode, qkv):

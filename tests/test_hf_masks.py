@@ -11,6 +11,8 @@ import torch._dynamo.testing
 
 pytest.importorskip("transformers")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -108,16 +110,22 @@ def test_hf_mask_refuses_a_window_without_keys(size):
         hf.attention_mask(**SIZES, mask_function=causal_mask_function, local_size=size)
 
 
+CONFIG = LlamaConfig(
+    hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+)
+
+
+def tiny_llama():
+    return LlamaForCausalLM._from_config(CONFIG, attn_implementation="tl_attention", dtype=torch.bfloat16)
+
+
 def test_hf_a_model_refuses_a_3_d_mask():
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
-    )
-    model = LlamaForCausalLM._from_config(config, attn_implementation="tl_attention", dtype=torch.bfloat16)
+    model = tiny_llama()
     ids = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     for mask in (ints(BATCH, 1, LENGTH), torch.ones(BATCH, LENGTH, LENGTH).bool()):
         with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D padding mask"):
             model(ids, attention_mask=mask, use_cache=False)
-    ours = create_causal_mask(config, torch.zeros(BATCH, LENGTH, 32), REAL, None)
+    ours = create_causal_mask(CONFIG, torch.zeros(BATCH, LENGTH, 32), REAL, None)
     expected = model(ids, attention_mask=REAL, use_cache=False).logits
     assert torch.equal(model(ids, attention_mask=ours, use_cache=False).logits, expected)
 
@@ -393,6 +401,73 @@ def test_hf_names_a_device_that_it_does_not_have(dtype):
     for mask in (None, torch.empty(1, 1, 8, 8, dtype=dtype, device="meta")):
         with pytest.raises(NotImplementedError, match="^query: .*got meta"):
             hf.attention_forward(torch.nn.Module(), q, q, q, mask, is_causal=True)
+
+
+def test_hf_names_a_device_that_it_does_not_have_beside_positions_and_padding():
+    ids = torch.ones(2, 8, dtype=torch.int64, device="meta")
+    with torch.device("meta"):
+        model = tiny_llama()
+    for mask in (None, ids):
+        with pytest.raises(
+            NotImplementedError, match="^query: .*got meta; compute shapes under FakeTensorMode"
+        ):
+            model(input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_hf_models_have_shapes_under_fake_tensor_mode(padded, grad):
+    """Values of positions and of padding cannot be read there."""
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        model, ids = tiny_llama(), torch.ones(1, 8, dtype=torch.int64)
+        result = model(input_ids=ids, attention_mask=ids if padded else None, use_cache=True)
+        step = model(input_ids=ids[:, :1], past_key_values=result.past_key_values)
+        assert result.logits.shape == (1, 8, 9)
+        assert step.logits.shape == (1, 1, 9)
+        if grad:
+            result.logits.sum().backward()
+            assert all(x.grad is not None and x.grad.shape == x.shape for x in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_hf_recorded_calls_serve_other_padding(mode):
+    def attend(q, padding, positions):
+        mask = hf.attention_mask(2, 8, 8, attention_mask=padding)
+        return hf.attention_forward(torch.nn.Module(), q, q, q, mask)[0], hf.attention_forward(
+            torch.nn.Module(), q[:1], q[:1], q[:1], None, is_causal=True, position_ids=positions
+        )[0]
+
+    q, positions = torch.randn(2, 2, 8, 16), torch.arange(8)[None]
+    whole = torch.ones(2, 8, dtype=torch.int64)
+    recorded = make_fx(attend, tracing_mode=mode)(q, whole, positions)
+    padding = PADDING["ends"]
+    for found, expected in zip(recorded(q, padding, positions), attend(q, padding, positions), strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="expected padding before and after each sequence"):
+        recorded(q, PADDING["hole"], positions)
+    with pytest.raises(RuntimeError, match="position_ids: expected one document per row"):
+        recorded(q, whole, positions % 4)
+
+
+@pytest.mark.parametrize("inside", [lambda f: f, torch.func.grad], ids=["vmap", "vmap of grad"])
+def test_hf_padding_and_positions_of_each_sample_of_vmap_are_refused_by_name(inside):
+    def attend(q, **given):
+        padding, mask = given.get("attention_mask"), None
+        if padding is not None:
+            mask = hf.attention_mask(1, 8, 8, attention_mask=padding)
+        positions = given.get("position_ids")
+        out, _ = hf.attention_forward(
+            torch.nn.Module(), q, q, q, mask, is_causal=True, position_ids=positions
+        )
+        return out.square().sum()
+
+    q, ids = torch.randn(3, 1, 2, 8, 16), torch.ones(3, 1, 8, dtype=torch.int64)
+    for name in ("attention_mask", "position_ids"):
+        with pytest.raises(NotImplementedError, match=rf"^{name}: .* all samples of torch.vmap"):
+            torch.vmap(lambda q, x, name=name: inside(attend)(q, **{name: x}))(q, ids)
+    # The same for all of them
+    found = torch.vmap(lambda q: inside(attend)(q, position_ids=torch.arange(8)[None]))(q)
+    torch.testing.assert_close(found[1], inside(attend)(q[1]))
 
 
 PADDING = {

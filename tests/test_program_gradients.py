@@ -186,6 +186,23 @@ def test_gradients_of_16_bit_captured_tensors_are_summed_in_fp32(dtype, device):
     assert abs(found.item() - expected.item()) < 2e-2 * abs(expected.item())
 
 
+def test_gradients_have_anomaly_detection_of_torch():
+    """The trace of a derivative has no values in which it could look for NaN; the backward has."""
+    bias = torch.zeros(HEADS, requires_grad=True)
+    given = qkv("cpu")
+
+    def score_mod(score, b, h, q, k):
+        return torch.sqrt(score.abs() + 2) * 0.375 + bias[h]
+
+    with torch.autograd.set_detect_anomaly(True):
+        found = torch.autograd.grad(flex_attention(*given, score_mod).square().sum(), [*given, bias])
+        assert torch.is_anomaly_check_nan_enabled()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            (flex_attention(*given, score_mod) * math.nan).sum().backward()
+    expected = torch.autograd.grad(flex_attention(*given, score_mod).square().sum(), [*given, bias])
+    assert all(map(torch.equal, found, expected))
+
+
 def test_gradient_of_a_gradient_is_refused_on_cpu():
     q, k, v = qkv("cpu")
     (dq,) = torch.autograd.grad(flex_attention(q, k, v, lambda s, *_: s * 2).sum(), q, create_graph=False)

@@ -145,6 +145,12 @@ def test_draft_tree_mask_of_no_sequences_and_in_vmap():
     parents = torch.tensor([drawn_parents(20, seed) for seed in range(3)])
     assert torch.equal(torch.vmap(draft_tree_mask)(parents), draft_tree_mask(parents))
 
+    def loss(scale, parents):
+        return (draft_tree_mask(parents) * scale).sum()
+
+    of_samples = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(torch.tensor(1.0), parents)
+    assert torch.equal(of_samples, draft_tree_mask(parents).sum(-1).float())
+
 
 def test_draft_tree_mask_of_real_parents_under_fake_tensor_mode():
     parents = torch.tensor(drawn_parents(20, 0))

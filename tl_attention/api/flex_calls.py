@@ -45,7 +45,7 @@ from tl_attention.torch_ops.flex_autograd import Shapes, differentiable, run_for
 from tl_attention.torch_ops.ops import check_device_or_warn, in_bf16, scale_of
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
-from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.captures import Captures, is_recording
 
 LOG = logging.getLogger(__name__)
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
@@ -64,7 +64,7 @@ def attend_functions(
     q, k, v, scale, _, deterministic, precision = request[:7]
     functions, heads_first = request.functions, request.heads_first
     if not (type(q) is type(k) is type(v) is torch.Tensor):
-        if isinstance(q, FakeTensor) and not _is_recorded():
+        if isinstance(q, FakeTensor) and not is_recording():
             return _shapes(request)
         if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
             return _on_shards(request)
@@ -321,11 +321,6 @@ def _shapes(request: Request) -> tuple[torch.Tensor, ...]:
     inputs = [q, k, v, *(() if captures is None else captures.tensors)]
     out, lse = Shapes.apply(request.heads_first, *inputs)
     return (out, lse, torch.empty_like(lse.detach())) if request.max_logits else (out, lse)
-
-
-def _is_recorded() -> bool:
-    """True while make_fx or a like tracer records what runs: the operations, not only their shapes."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _with_options(

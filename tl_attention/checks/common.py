@@ -243,7 +243,8 @@ def is_scalar(x: object) -> bool:
 
 def _is_number_of_array(x: object) -> bool:
     """True for a tensor or an array that holds one number, and for a number of NumPy."""
-    return hasattr(x, "__array__") and x.shape in ((), (1,))
+    # A nested tensor may have no shape
+    return hasattr(x, "__array__") and not getattr(x, "is_nested", False) and x.shape in ((), (1,))
 
 
 def cast_hint(name: str, x: object, kind: str, otherwise: str = "") -> str:

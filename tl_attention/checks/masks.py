@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from tl_attention.checks.common import cast_hint, describe, expect_tensor, is_int, window_hint
+from tl_attention.checks.common import (
+    cast_hint,
+    describe,
+    expect_local,
+    expect_tensor,
+    is_int,
+    window_hint,
+)
 from tl_attention.checks.flex import MAX_LENGTH
 from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.checks.lengths import ALWAYS, skips_check
+from tl_attention.tracing.captures import has_values, is_vmapped
 from tl_attention.tracing.intervals import Blocks
 
 
@@ -75,6 +82,7 @@ def check_window_pair(window_size: Any) -> tuple[int, int]:
 def check_lengths_tensor(name: str, x: Any, *ndims: int, may_be_empty: bool = False) -> torch.Tensor:
     """A tensor of positions, lengths or documents."""
     expect_tensor(name, x)
+    expect_local(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{name}: expected torch.int32 or torch.int64, got {x.dtype}; cast it with {name}.int()"
@@ -187,8 +195,7 @@ def _nodes(name: str, x: Any, padding: int) -> NodeValues:
 
 def _is_read(x: torch.Tensor) -> bool:
     """True for a tensor whose values the host has, or is asked to wait for."""
-    is_faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if is_faked or isinstance(x, FakeTensor) or torch._C._functorch.is_batchedtensor(x):
+    if is_vmapped(x) or not has_values(x):
         return False
     return x.device.type == "cpu" or (ALWAYS and x.is_cuda and not skips_check(x))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention.checks.common import describe, expect_bool, expect_tensor
+from tl_attention.checks.common import describe, expect_bool, expect_tensor, is_dtensor
 
 
 def check_states(
@@ -31,6 +31,12 @@ def check_states(
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(
             f"outs, lses: expected non-empty lists of equal length, got {len(outs)} and {len(lses)}"
+        )
+    kinds = {is_dtensor(x) for x in (*outs, *lses)}
+    if len(kinds) > 1:
+        raise TypeError(
+            "outs, lses: expected DTensors alone or none, got both; call torch.distributed.tensor.distribute_tensor on those that are none,"
+            " or .to_local() on the others"
         )
     shape = tuple(outs[0].shape)
     if len(shape) not in (3, 4):

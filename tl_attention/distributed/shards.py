@@ -9,7 +9,15 @@ from typing import Literal
 
 import torch
 
-from tl_attention.checks.common import check_window, describe, expect_bool, expect_tensor, holds_ints, is_int
+from tl_attention.checks.common import (
+    check_window,
+    describe,
+    expect_bool,
+    expect_local,
+    expect_tensor,
+    holds_ints,
+    is_int,
+)
 from tl_attention.distributed.group import Exchange, Group, Part, ranks_of
 from tl_attention.distributed.layout import (
     NAMES,
@@ -22,6 +30,7 @@ from tl_attention.distributed.layout import (
 )
 from tl_attention.distributed.pieces import CAUSAL
 from tl_attention.problem.options import as_stored, canonical_window
+from tl_attention.tracing.captures import has_values
 
 Lengths = torch.Tensor | Sequence[int] | None
 
@@ -36,10 +45,12 @@ def documents_of(cu_seqlens: Lengths) -> tuple[int, ...] | None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
         expect_tensor("cu_seqlens", cu_seqlens)
-        if cu_seqlens.device.type != "cpu":
+        expect_local("cu_seqlens", cu_seqlens)
+        if cu_seqlens.device.type != "cpu" or not has_values(cu_seqlens):
+            unread = ", which cannot be read here" if cu_seqlens.device.type == "cpu" else ""
             raise ValueError(
-                f"cu_seqlens: expected a tensor on the CPU, as its values decide what ranks exchange, got {describe(cu_seqlens)}; keep a"
-                " copy on the CPU"
+                "cu_seqlens: expected a tensor on the CPU, as its values decide what ranks exchange, got"
+                f" {describe(cu_seqlens)}{unread}; keep a copy on the CPU, or pass a list"
             )
         if cu_seqlens.ndim != 1 or not holds_ints(cu_seqlens):
             raise TypeError(f"cu_seqlens: expected integers [documents + 1], got {describe(cu_seqlens)}")

@@ -18,6 +18,7 @@ from tl_attention.checks.common import (
     expect_bool,
     expect_scale,
     expect_softcap,
+    is_dtensor,
 )
 from tl_attention.checks.kvcache import LATENT, is_cache, is_part
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
@@ -32,11 +33,12 @@ from tl_attention.integrations.hf_checks import (
     check_no_others,
     check_others,
     check_packing,
+    check_read,
     check_window_keys,
 )
 from tl_attention.integrations.hf_flex import flex_forward, needs_flex
 from tl_attention.integrations.hf_mask import Mask
-from tl_attention.integrations.hf_mask_function import attention_mask, is_traced, packed_rows
+from tl_attention.integrations.hf_mask_function import attention_mask, is_traced, packed_rows, whole
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
@@ -297,8 +299,9 @@ def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | No
     a change would show.
     """
     global _last
-    positions = position_ids.reshape(1, -1)
-    if is_traced():
+    check_read("position_ids", position_ids)
+    positions = whole(position_ids).reshape(1, -1)
+    if is_traced(positions):
         one = (positions[:, 1:] > positions[:, :1]).all()
         if mask is not None and isinstance(mask.padded, torch.Tensor):
             one = one | mask.padded
@@ -338,10 +341,9 @@ def _is_decode_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: tor
     has_cache_rows = rows is None or rows.shape[0] > VARLEN_ROWS
     # In this order: as many queries as keys, of any number, set no bound to a length that is a symbol
     few_queries = q.shape[1] < k.shape[1] and q.shape[1] <= MAX_DECODE_QUERIES
-    # flash_attn_func copies other head dims, and takes fp32
-    return (
-        has_cache_rows and few_queries and not (q.shape[3] % 8 or v.shape[3] % 8 or q.dtype == torch.float32)
-    )
+    # flash_attn_func copies other head dims, and takes fp32 and DTensors
+    others = q.shape[3] % 8 or v.shape[3] % 8 or q.dtype == torch.float32 or is_dtensor(q)
+    return has_cache_rows and few_queries and not others
 
 
 def _cache_lengths(rows: torch.Tensor | None, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

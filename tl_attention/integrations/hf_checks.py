@@ -14,9 +14,11 @@ from tl_attention.checks.common import (
     expect_like,
     expect_tensor,
     holds_ints,
+    is_dtensor,
     is_int,
 )
 from tl_attention.integrations.hf_mask import USE_ANOTHER, Mask
+from tl_attention.tracing.captures import is_vmapped
 
 VARLEN_ROWS = (
     4  # the first rows of a Mask, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
@@ -39,7 +41,7 @@ def check_inputs(query: Any, key: Any, value: Any, sink: Any, dropout: Any, is_c
             raise ValueError(
                 f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
             )
-    if sink is not None:
+    if sink is not None and not (is_dtensor(sink) and is_dtensor(query)):  # flash_attn_func checks shards
         hint = "pass a number per head of query"
         expect_like("s_aux", sink, query, ((query.shape[1],),), (torch.float32, *DTYPES), hint)
     expect_dropout("dropout", dropout, "; pass 0.0 for none")
@@ -148,8 +150,18 @@ def check_padding(mask: Any, batch: int) -> None:
             f"attention_mask: expected bool or ints, True or 1 for a token, got {describe(mask)}; pass attention_mask.bool(), or"
             " attention_mask == 0 for an additive mask"
         )
+    check_read("attention_mask", mask)
     if mask.shape[0] != batch:
         raise ValueError(f"attention_mask: expected {batch} rows, the batch size, got {describe(mask)}")
+
+
+def check_read(name: str, x: torch.Tensor) -> None:
+    """Check a tensor whose values are read, but not in compiled code."""
+    if not torch.compiler.is_compiling() and is_vmapped(x):
+        raise NotImplementedError(
+            f"{name}: expected the same values for all samples of torch.vmap, as they are read, got those of each sample; make the samples"
+            f" entries of the batch, or {USE_ANOTHER}"
+        )
 
 
 def check_mask_function(function: Any) -> None:

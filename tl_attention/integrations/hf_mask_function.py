@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from tl_attention.checks.common import is_dtensor
 from tl_attention.integrations.hf_checks import (
     check_mask,
     check_mask_function,
@@ -18,6 +19,7 @@ from tl_attention.integrations.hf_checks import (
 )
 from tl_attention.integrations.hf_flex import block_mask_of
 from tl_attention.integrations.hf_mask import Mask
+from tl_attention.tracing.captures import has_values, is_recording
 
 
 def attention_mask(
@@ -39,9 +41,9 @@ def attention_mask(
     The result carries what the model asked for, and attention_forward follows it, not the attributes of the layer. Causal and full masks,
     with a sliding window, packed sequences or chunks, and with padding before and after each sequence, run the kernels of the options.
     mask_function and padding are checked (one sync; none for transformers' causal or full mask without padding): any other mask becomes a
-    BlockMask, with which flex_attention skips hidden blocks. In torch.compile and CUDA graph capture they are checked on the device without
-    a wait, and any other mask fails there. A bidirectional window whose last query is not at the last key becomes a BlockMask
-    in both; with a tensor q_offset that takes one more sync, and in torch.compile and capture it fails on the device.
+    BlockMask, with which flex_attention skips hidden blocks. In torch.compile, make_fx and CUDA graph capture they are checked on the
+    device without a wait, and any other mask fails there. A bidirectional window whose last query is not at the last key becomes a
+    BlockMask in all of them; with a tensor q_offset that takes one more sync, and in torch.compile and capture it fails on the device.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
@@ -66,6 +68,7 @@ def attention_mask(
         check_mask(attention_mask, batch_size)
         return attention_mask  # generate() has called this function
     check_padding(attention_mask, batch_size)
+    attention_mask = whole(attention_mask)
     if isinstance(local_size, int) and not isinstance(local_size, bool) and local_size == 0:
         return Mask((batch_size, q_length, kv_length), True, no_keys=True)
     check_window_keys("local_size", local_size)
@@ -90,7 +93,7 @@ def attention_mask(
     if ends_elsewhere and _is_simple(_find_sequences(mask_function, *sizes, causal, local_size, device)):
         function = _function_of(causal, local_size)
     if use_vmap or ends_elsewhere:
-        mask.padded = tokens is not None and (is_traced() or not tokens.all())
+        mask.padded = tokens is not None and (is_traced(tokens) or not tokens.all())
         return _with_blocks(mask, *sizes, function, attention_mask, device)
     begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
     end_k = begin_k + end
@@ -101,7 +104,7 @@ def attention_mask(
     shared = causal or local_size is not None  # queries are among the keys, and so have the same padding
     cached = not (padded and shared) or q_length == 1
     sequence = _find_sequences(mask_function, *sizes, causal, local_size, device)
-    if is_traced():
+    if is_traced(begin_k):
         if sequence is not None or padded:
             _assert_simple(sequence, tokens)
         mask.padded = padded and ~tokens.all()
@@ -142,7 +145,7 @@ def _ends_elsewhere(end: int | torch.Tensor, kv_length: int) -> bool:
     Args:
         end: column after that of the last query; a tensor is read, where nothing traces it.
     """
-    if isinstance(end, torch.Tensor) and is_traced():
+    if isinstance(end, torch.Tensor) and is_traced(end):
         torch._assert_async(
             (end == kv_length).all(),
             "attention_mask: expected a bidirectional window of as many queries as keys in torch.compile and CUDA graphs, got other keys;"
@@ -197,10 +200,10 @@ def _is_simple(sequence: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
     """True if options can express a mask but for padding: read by the host, or asserted on the device. sequence: see _find_sequences."""
     if sequence is None:
         return True
-    if is_traced():
+    starts, unsupported = sequence
+    if is_traced(starts):
         _assert_simple(sequence, None)
         return True
-    starts, unsupported = sequence
     return not bool(unsupported | starts.any())
 
 
@@ -310,8 +313,15 @@ def _find_sequences(
     return starts, unsupported
 
 
-def is_traced() -> bool:
-    """True where values of tensors cannot be read: in torch.compile and CUDA graph capture."""
-    return torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
+def whole(x: Any) -> Any:
+    """All of a DTensor, such as replicated positions or padding; anything else as it is."""
+    return x.full_tensor() if is_dtensor(x) else x
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """True where the values of a tensor cannot be read: in torch.compile, make_fx and CUDA graph capture, of a fake tensor and on the meta
+    device.
+    """
+    if torch.compiler.is_compiling() or is_recording() or not has_values(x):
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 # Modules whose names do not change while a program runs
 STABLE_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
 CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype, torch.device)
+_MODES = torch._C._TorchDispatchModeKey
 _EXACT = frozenset(CONSTANTS) - {float}  # kinds whose equal values are the same to a trace
 
 
@@ -102,7 +103,7 @@ class Captures:
         if position is None:
             position = len(self.tensors)
             self.tensors.append(x)
-        if not x.ndim and not x.requires_grad and x.device.type == "cpu" and _has_value(x):
+        if not x.ndim and not x.requires_grad and x.device.type == "cpu" and has_values(x):
             self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
         else:
             self.parts.append(("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device, not x.numel()))
@@ -136,10 +137,31 @@ class Captures:
                 self.add(of_module[name])
 
 
-def _has_value(x: torch.Tensor) -> bool:
-    """True for a tensor that can be read: no fake one, and not where all tensors are to be fake."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return mode is None and not isinstance(x, FakeTensor)
+def is_recording() -> bool:
+    """True while make_fx or a like tracer records what runs."""
+    return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """True for a tensor that can be read: no fake one, not where all tensors are to be fake, none that make_fx records."""
+    fake, recording = (torch._C._get_dispatch_mode(key) for key in (_MODES.FAKE, _MODES.PROXY))
+    if fake is not None or isinstance(x, FakeTensor) or x.is_meta:
+        return False
+    if recording is None:
+        return True
+    from torch.fx.experimental.proxy_tensor import has_proxy_slot  # here, as it takes time to import
+
+    return not has_proxy_slot(x, recording.tracer)
+
+
+def is_vmapped(x: torch.Tensor) -> bool:
+    """True for a tensor with values for each sample of torch.vmap, inside other transforms of torch.func, too."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

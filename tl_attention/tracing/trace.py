@@ -167,6 +167,11 @@ def above_autograd():
         yield
 
 
+def _no_search_for_nan() -> torch.autograd.set_detect_anomaly:
+    """A context in which torch's anomaly detection reads no gradients: those of a trace have no values."""
+    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+
+
 @contextmanager
 def _recording():
     with fx_traceback.preserve_node_meta(), _Recorder() as recorder:
@@ -379,7 +384,7 @@ def _differentiate(
         return tuple(reverse.derivatives(score, found))
 
     try:
-        with torch.enable_grad(), above_autograd():
+        with torch.enable_grad(), above_autograd(), _no_search_for_nan():
             graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
     except Exception as error:
         raise RuntimeError(

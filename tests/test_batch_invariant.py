@@ -33,7 +33,15 @@ from tl_attention.api.block_masks import create_block_mask
 from tl_attention.compilation import building
 from tl_attention.config import configs, legality
 from tl_attention.config.catalog import _decodes
-from tl_attention.integrations import hf, hf_flex, torch_backend, torch_masks, torch_modes, torch_unmasked
+from tl_attention.integrations import (
+    hf,
+    hf_decode,
+    hf_flex,
+    torch_backend,
+    torch_masks,
+    torch_modes,
+    torch_unmasked,
+)
 from tl_attention.launch.decode import INVARIANT_KEYS, MAX_SPLITS, _split_rule
 from tl_attention.problem.attn_problem import (
     HALF_DTYPES,
@@ -711,8 +719,11 @@ def test_transformers_pass_it_to_each_function(monkeypatch):
         return noted
 
     for module, name in (
-        (hf, "flash_attn_func"), (hf, "flash_attn_varlen_func"), (hf.kvcache, "flash_attn_with_kvcache"), (hf_flex, "flex_attention"),
-    ):  # fmt: skip
+        (hf, "flash_attn_func"),
+        (hf, "flash_attn_varlen_func"),
+        (hf_decode.kvcache, "flash_attn_with_kvcache"),
+        (hf_flex, "flex_attention"),
+    ):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     layer = torch.nn.Module()
     q, k, v = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in "qkv")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, and_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from tl_attention import block_masks, create_block_mask, flash_attn_func, flex_attention
+from tl_attention import block_masks, create_block_mask, flash_attn_func, flex_attention, hf
 from tl_attention.api import flex_compiled, flex_lists
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
 
@@ -439,6 +441,39 @@ def test_numbers_beside_indices_do_not_follow_the_default_device(learned):
     with torch.device("meta"):
         found = run(q)
     assert torch.equal(found, flex_attention(q, q, q, score_mod))
+
+
+LOADING = """
+import sys
+import torch
+import tl_attention  # nothing else of it
+path, = sys.argv[1:]
+q, out = torch.load(path + ".pt")
+torch.testing.assert_close(torch.export.load(path).module()(q), out)
+"""
+EXPORTED = {
+    "flex": lambda q: flex_attention(q, q, q, lambda score, b, h, q, k: score * 2 - (q - k).abs()),
+    "flex of largest scores": lambda q: (
+        flex_attention(q, q, q, lambda score, b, h, q, k: score * 2, return_aux=AuxRequest(max_scores=True))[
+            1
+        ].max_scores
+    ),
+    "hf decode": lambda q: hf.attention_forward(torch.nn.Module(), q[:, :, :1], q, q, None, is_causal=True)[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_programs_load_after_import_of_the_package_alone(name, tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            return EXPORTED[name](q)
+
+    path, q = str(tmp_path / "program.pt2"), rows("cpu").detach().bfloat16()
+    torch.export.save(torch.export.export(Layer(), (q,)), path)
+    torch.save((q, Layer()(q)), path + ".pt")
+    subprocess.run([sys.executable, "-c", LOADING, path], check=True)
 
 
 @pytest.mark.parametrize("strict", [False, True])

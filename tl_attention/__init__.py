@@ -31,6 +31,8 @@ from tl_attention.api.merge import merge_states
 from tl_attention.api.trees import draft_tree_mask
 from tl_attention.version import __version__
 
+importlib.import_module("tl_attention.integrations.hf_decode")  # its op, which exported programs may hold
+
 __all__ = [
     "__version__",
     "create_block_mask",

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from tl_attention.api.flex_calls import attend_functions
+from tl_attention.api.flex_compiled import attend_compiled
 from tl_attention.checks.common import describe, expect_bool
 from tl_attention.checks.flex import (
     FLASH_NAMES,
@@ -132,7 +133,5 @@ def _attend(request: Request) -> tuple[torch.Tensor, ...]:
     """Results of a call with functions: as an op that torch.compile keeps, else at once."""
     expect_bool("batch_invariant", request.batch_invariant)
     if _is_compiling():
-        from tl_attention.api.flex_compiled import attend_compiled
-
         return attend_compiled(request)
     return attend_functions(request)

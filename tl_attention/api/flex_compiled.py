@@ -29,7 +29,6 @@ from tl_attention.torch_ops.transforms import (
     with_max_logits,
 )
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
-from tl_attention.tracing.trace import above_autograd
 
 
 class _Call(NamedTuple):
@@ -193,6 +192,8 @@ def flex_bwd_op(
     *arguments: Any,
 ) -> list[torch.Tensor]:
     """Gradients of the wanted ones of q, k, v, attn_bias and captured tensors, in this order, by the backward of eager calls."""
+    from tl_attention.tracing.trace import above_autograd  # here, as it takes time to import
+
     call = _Call(*arguments)
     inputs = [q, k, v, call.attn_bias, *call.captured]
     for i in range(len(inputs)):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.api import kvcache
 from tl_attention.api.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import (
@@ -20,7 +19,6 @@ from tl_attention.checks.common import (
     expect_softcap,
     is_dtensor,
 )
-from tl_attention.checks.kvcache import LATENT, is_cache, is_part
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.integrations.hf_checks import (
     VARLEN_ROWS,
@@ -36,6 +34,7 @@ from tl_attention.integrations.hf_checks import (
     check_read,
     check_window_keys,
 )
+from tl_attention.integrations.hf_decode import decode, decode_op
 from tl_attention.integrations.hf_flex import flex_forward, needs_flex
 from tl_attention.integrations.hf_mask import Mask
 from tl_attention.integrations.hf_mask_function import attention_mask, is_traced, packed_rows, whole
@@ -216,7 +215,7 @@ def attention_forward(
         if _is_decode_step(q, k, v, rows) and not (packed or needs_grad or dropout):
             if q.shape[1] == 1:
                 q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
-            attend = _decode_op if torch.compiler.is_compiling() else _decode
+            attend = decode_op if torch.compiler.is_compiling() else decode
             lengths = _cache_lengths(rows, q.shape[0])
             out = attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux, batch_invariant)
         elif packed or rows is not None:
@@ -382,49 +381,3 @@ def _layer_is_causal(module: torch.nn.Module) -> bool:
     """True unless the layer, or a config that makes a causal model bidirectional, says otherwise."""
     config = getattr(module, "config", None)
     return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
-
-
-def _decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seqlens: torch.Tensor | None,
-    leftpad: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    sink: torch.Tensor | None,
-    batch_invariant: bool,
-) -> torch.Tensor:
-    """flash_attn_with_kvcache without new keys, as a torch op: its arguments have types that an op may have.
-
-    Keys and values that a cache cannot be are copied; values that are columns of the keys stay so.
-    """
-    v_in_k = (k.shape[3], v.shape[3]) == LATENT and is_part(v, k)
-    # Not contiguous(), as empty tensors are contiguous with any strides
-    k, v = (x if is_cache(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-    if v_in_k:
-        v = k[..., : LATENT[1]]
-    return kvcache.flash_attn_with_kvcache(
-        q,
-        k,
-        v,
-        cache_seqlens=seqlens,
-        cache_leftpad=leftpad,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=(left, right),
-        softcap=softcap,
-        learnable_sink=sink,
-        batch_invariant=batch_invariant,
-    )
-
-
-_decode_op = torch.library.custom_op("tl_attention::hf_decode", _decode, mutates_args=())
-
-
-@_decode_op.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])

@@ -143,10 +143,15 @@ def is_recording() -> bool:
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """True for a tensor that can be read: no fake one, not where all tensors are to be fake, none that make_fx records."""
-    fake, recording = (torch._C._get_dispatch_mode(key) for key in (_MODES.FAKE, _MODES.PROXY))
-    if fake is not None or isinstance(x, FakeTensor) or x.is_meta:
+    """True for a tensor that can be read: one that holds values, but not where all tensors are to be fake."""
+    return torch._C._get_dispatch_mode(_MODES.FAKE) is None and holds_values(x)
+
+
+def holds_values(x: torch.Tensor) -> bool:
+    """True for a tensor with values of its own: no fake one, none that make_fx records."""
+    if isinstance(x, FakeTensor) or x.is_meta:
         return False
+    recording = torch._C._get_dispatch_mode(_MODES.PROXY)
     if recording is None:
         return True
     from torch.fx.experimental.proxy_tensor import has_proxy_slot  # here, as it takes time to import

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tl_attention.problem.program import BOOL, CAPTURED_DTYPES, FLOAT, INT, LEAVES, LONG, Value
-from tl_attention.tracing.captures import has_values
+from tl_attention.tracing.captures import holds_values
 
 # Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/scores/program_code.py has their CUDA
 FLOAT_FUNCTIONS = (
@@ -315,7 +315,7 @@ def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
             f"expected captured tensors of {', '.join(CAPTURED_DTYPES)}, got"
             f" {tuple(tensor.shape)} {tensor.dtype}; cast it before the call"
         )
-    if not tensor.ndim and tensor.device.type == "cpu" and not tensor.requires_grad and has_values(tensor):
+    if not tensor.ndim and tensor.device.type == "cpu" and not tensor.requires_grad and holds_values(tensor):
         # A 0-d CPU tensor is a number, as everywhere in torch, unless it requires a gradient or cannot be read
         return builder.number(tensor.item(), DTYPES[tensor.dtype])
     if not tensor.numel():

@@ -469,7 +469,10 @@ def test_tune_keeps_other_rows_and_drops_unknown_ones(run_tune, tmp_path):
 def test_default_shapes_reach_every_class_and_bucket(direction):
     groups = steps.group_shapes(None, ["bfloat16"], [direction])
     problems = [problem for problem in catalog.problems(direction) if problem.dtype == "bfloat16"]
-    assert len(groups) == len(buckets(direction)) * len(problems)
+    missing = {(problem.width, problem.mask, bucket) for problem in problems for bucket in buckets(direction)}
+    missing -= {(row.problem.width, row.problem.mask, row.bucket) for row in groups}
+    # Where d32 full has few tiles they have 128 queries, and CTAs share them wherever they would split keys
+    assert missing == ({("d32", "full", "split")} if direction == "fwd" else set())
     assert {row.problem for row in groups} <= set(catalog.problems(direction))
     for row, members in groups.items():
         assert len(members) > (

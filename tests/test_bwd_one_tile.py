@@ -26,7 +26,7 @@ from tl_attention.testing.inputs import LAYOUTS, make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 
 D64 = AttnProblem("bfloat16", 64, 64, False)
-WIDTHS = 64, 96, 128
+WIDTHS = 32, 64, 96, 128
 
 
 def tile_config(problem: AttnProblem, direction: str = "bwd", bucket: str = "tile") -> BwdConfig:
@@ -51,7 +51,9 @@ def test_configs_of_the_bucket_alone_have_one_tile(direction):
         assert config.deterministic or direction == "bwd"
         assert any(one.one_tile for one in config.passes) == has_kernel
         wide = tile_config(problem, direction, "tile192")
-        assert any(one.one_tile for one in wide.passes) == (problem.width == "d64" and not problem.is_fp32)
+        assert any(one.one_tile for one in wide.passes) == (
+            problem.width in ("d32", "d64") and not problem.is_fp32
+        )
         for bucket in set(buckets(direction)) - {"tile", "tile192"}:
             found = [config for config in configs.candidates(problem, bucket, direction)]
             found.append(configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0])

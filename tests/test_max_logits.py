@@ -398,7 +398,7 @@ SPREAD = [
 def test_each_config_has_a_legal_form_that_stores_the_max(problem):
     tables = [[path] for path in configs.shipped_tables().values()]
     found = [
-        configs.config_of_tables(problem, bucket, table)
+        (problem, configs.config_of_tables(problem, bucket, table))
         for table in tables
         for bucket in buckets("fwd")
         if bucket != "split"
@@ -410,11 +410,12 @@ def test_each_config_has_a_legal_form_that_stores_the_max(problem):
         ("alibi", "sink", "dropout", "varlen"),
         ("window", "alibi", "sink", "dropout", "placed"),
     ):
-        found.append(configs.option_config(AttnProblem(*_of(problem), options), "4k"))
-    for config in found:
+        served = AttnProblem.of(*_of(problem), options=options)
+        found.append((served, configs.option_config(served, "4k")))
+    for served, config in found:
         stored = config.storing_max
         assert stored.max_logits and not (stored.hold_max or stored.schedule == "stream-K")
-        assert legality.fault(problem, stored) is None
+        assert legality.fault(served, stored) is None
         assert str(stored).endswith("max-logits") or "terms" in str(stored)
         assert stored.storing_max == stored
 

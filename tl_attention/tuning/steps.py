@@ -59,7 +59,7 @@ def default_shapes(direction: str = "fwd", dtype: str = DEFAULT_DTYPE) -> list[S
         for causal in (False, True)
         for bucket in buckets(direction)
         for batch, group, seqlen_q, seqlen_k in configs.tuning_shapes(bucket)
-        for heads_kv in [max(8, 2048 // widths[0])]
+        for heads_kv in [min(max(8, 2048 // widths[0]), 32)]
     ]
 
 

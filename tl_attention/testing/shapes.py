@@ -13,6 +13,7 @@ from typing import Any
 
 from tl_attention.config import configs
 from tl_attention.problem.attn_problem import OPTIONS, AttnProblem
+from tl_attention.problem.program import Program
 
 # Measurable directions beside DECODE, named by their passes; det: gradients are bit-equal from call to call
 DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")
@@ -191,11 +192,15 @@ class Shape:
         }
         return tuple(name for name in OPTIONS if on[name])
 
-    def problem(self, dtype: str, direction: str = "fwd") -> AttnProblem:
-        """The problem that kernels are compiled for. A window implies causal by its right bound; a backward finds the sink in the lse."""
+    def problem(self, dtype: str, direction: str = "fwd", program: Program | None = None) -> AttnProblem:
+        """The problem that kernels are compiled for. A window implies causal by its right bound; a backward finds the sink in the lse.
+
+        Args:
+            program: that of the functions of a call.
+        """
         options = tuple(name for name in self.option_names if name != "sink" or direction == "fwd")
         causal = self.causal and "window" not in options
-        return AttnProblem.of(dtype, self.head_dim, self.head_dim_v, causal, direction, options)
+        return AttnProblem.of(dtype, self.head_dim, self.head_dim_v, causal, direction, options, program)
 
     def __str__(self) -> str:
         sizes = (getattr(self, field.name) for field in fields(self)[:7])

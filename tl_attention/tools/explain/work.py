@@ -80,9 +80,8 @@ def of_call(shape: Shape, direction: str, dtype: str, gpu: Gpu) -> Work:
     if direction == DECODE:
         return _decode(shape, dtype, gpu)
     traced = trace(shape) if shape.options.function else Traced(shape)
-    problem = traced.shape.problem(dtype, direction)
-    if traced.program:
-        problem = replace(problem, program=_program_of(traced.program, shape, direction))
+    program = _program_of(traced.program, shape, direction) if traced.program else None
+    problem = traced.shape.problem(dtype, direction, program)
     bucket = question.shape_bucket(traced.shape, problem, direction, gpu)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
     pairs = traced.seen * counts.visible_pairs(traced.shape) * shape.heads_q

@@ -130,7 +130,9 @@ def option_problems(
 ) -> list[tuple[AttnProblem, Config]]:
     """For each [options] line of these dtypes: the problem with every option the line serves, and its config."""
     found = []
-    for dtype, head_dims in ((name, width) for name in names for width in tile_widths(direction, name, True)):
+    for dtype, head_dims in (
+        (name, width) for name in names for width in tile_widths(direction, name, with_options=True)
+    ):
         plain = AttnProblem(dtype, *head_dims, False)
         for line in configs.option_lines(plain.tile_class, direction):
             problem = replace(plain, causal="window" not in line.serves, options=line.serves)
@@ -241,7 +243,7 @@ def _of_set(options: tuple[str, ...], section: str) -> Iterator[CallKind]:
     masks = (False,) if "window" in options else (False, True)
     direction = "fwd" if section == PAGED else section.removeprefix("fp32_")
     names = FP32_DTYPES if section.startswith("fp32_") else HALF_DTYPES
-    widths = ((name, width) for name in names for width in tile_widths(direction, name, True))
+    widths = ((name, width) for name in names for width in tile_widths(direction, name, with_options=True))
     for (dtype, width), causal in itertools.product(widths, masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in option_buckets(direction, options):

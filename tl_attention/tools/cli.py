@@ -539,7 +539,7 @@ def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> s
     """A cell of the table: "bf16, fp16: every width", or the widths with kernels."""
     cells: dict[str, list[str]] = {}
     for dtype in (DTYPES[name] for name in dtypes(direction)):
-        widths = tile_widths(direction, dtype.name, bool(options))
+        widths = tile_widths(direction, dtype.name, with_options=bool(options))
         problems = [AttnProblem(dtype.name, *width, False, options) for width in widths]
         served = [problem.width for problem in problems if _is_served(problem, direction, paged)]
         every = len(FP32_TILE_WIDTHS if problems[0].is_fp32 else problems)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -20,6 +23,7 @@ from tl_attention import (
     mha_fwd_interface,
     ref_mha_fwd_interface,
 )
+from tl_attention.problem.switches import switch
 
 
 def qkv(
@@ -409,3 +413,24 @@ def test_torch_compile_traces_both_functions_without_a_break():
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for mine, expected in zip(compiled(q, k, v), both(q, k, v), strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("value, expected", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_switch_of_the_environment(value, expected, monkeypatch):
+    if value is None:
+        monkeypatch.delenv("TL_ATTENTION_QUIET", raising=False)
+    else:
+        monkeypatch.setenv("TL_ATTENTION_QUIET", value)
+    assert switch("TL_ATTENTION_QUIET") is expected
+    assert switch("TL_ATTENTION_QUIET", default=True) is (expected or not value)
+
+
+@pytest.mark.parametrize(
+    "name", ["TL_ATTENTION_BATCH_INVARIANT", "TL_ATTENTION_CHECK_LENGTHS", "TL_ATTENTION_CHECK_RANKS"]
+)
+def test_switches_refuse_other_values(name):
+    code = "import tl_attention.checks.lengths, tl_attention.distributed.roll"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {name: "true"}, capture_output=True, text=True
+    )
+    assert f"{name}: expected 0 or 1 in the environment, got 'true'" in run.stderr

@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 import operator
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +38,7 @@ from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.options import MAX_SCALE, options_of_terms, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.problem.request import Functions, Request, new_request
+from tl_attention.problem.switches import switch
 from tl_attention.torch_ops.attend import attend, attend_again
 from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
 from tl_attention.torch_ops.flex_autograd import Shapes, differentiable, run_forward, transposed
@@ -265,7 +265,7 @@ def _prepare(request: Request, differentiate: bool, captures: Captures | None) -
     if block_mask is None or kept_mask(block_mask).follow(mask_mod):
         batch, heads, seqlen_q, _ = query.shape
         options = recognized(call, seqlen_q, key.shape[2])
-        prints = os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1"
+        prints = switch("TL_ATTENTION_PRINT_CONFIGS")
         if options is not None and (prints or LOG.isEnabledFor(logging.DEBUG)):
             _report(str(call.program), str(options.of(call, batch, heads, query.device)), prints)
     is_kept = slots is not None and None not in slots

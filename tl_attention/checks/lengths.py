@@ -12,7 +12,6 @@ read, it warns and checks nothing. Each error is an IndexError that names the en
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,8 +21,9 @@ import torch
 from tl_attention.checks.common import check_lengths, expect_tensor, is_dtensor
 from tl_attention.checks.kvcache import cache_capacity
 from tl_attention.problem.options import Cache, Options
+from tl_attention.problem.switches import switch
 
-ALWAYS = os.environ.get("TL_ATTENTION_CHECK_LENGTHS") == "1"
+ALWAYS = switch("TL_ATTENTION_CHECK_LENGTHS")
 
 Lengths = tuple  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tl_attention.compilation import pack
 from tl_attention.compilation.compiler import KernelKey
+from tl_attention.problem.switches import switch
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -23,7 +23,7 @@ HIDES = "TL_ATTENTION_QUIET=1 hides this line"
 
 def is_quiet() -> bool:
     """True if nothing is to be written to stderr."""
-    return os.environ.get("TL_ATTENTION_QUIET") == "1" or sys.stderr is None
+    return switch("TL_ATTENTION_QUIET") or sys.stderr is None
 
 
 def described(kernels: Sequence[KernelKey]) -> str:

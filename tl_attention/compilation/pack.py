@@ -21,6 +21,7 @@ from typing import Any
 from tl_attention.compilation.compiler import TEMPLATES, template
 from tl_attention.config.kernel_configs import KernelConfig
 from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.problem.switches import switch
 
 DISTRIBUTION = "tl-attention-kernels"
 PACKAGE = "tl_attention_kernels"
@@ -162,7 +163,7 @@ def _damaged(folder: Path, what: str) -> RuntimeError:
 
 def ignored() -> bool:
     """True if TL_ATTENTION_PACK=0 says not to use a pack."""
-    return os.environ.get("TL_ATTENTION_PACK") == "0"
+    return not switch("TL_ATTENTION_PACK", default=True)
 
 
 @functools.cache

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from typing import Literal, NamedTuple, get_args
 
 from tl_attention.distributed.gather import needed_keys
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import Mask
+from tl_attention.problem.switches import switch
 
 MethodName = Literal["auto", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(MethodName)
@@ -42,7 +42,7 @@ def choose(layout: Layout, mask: Mask, row_bytes: int) -> Choice:
     reason = f"gathered keys and values take {most * row_bytes >> 20} MiB, ring from {RING_BYTES >> 20}"
     choice = Choice(method, reason)
     LOG.debug("distributed over %d ranks -> %s (%s)", layout.world, method, reason)
-    if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+    if switch("TL_ATTENTION_PRINT_CONFIGS"):
         print(
             f"tl_attention: distributed over {layout.world} ranks -> {choice.method} ({choice.reason})",
             file=sys.stderr,

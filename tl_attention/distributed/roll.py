@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 
 from tl_attention.distributed.group import Ranks
+from tl_attention.problem.switches import switch
 
 # For debugging: all ranks wait for each other at every call
-ALWAYS = os.environ.get("TL_ATTENTION_CHECK_RANKS") == "1"
+ALWAYS = switch("TL_ATTENTION_CHECK_RANKS")
 MAX_AGREED = 4096  # calls whose arguments a rank remembers; after them all ranks forget, at the same call
 SHARED_MEMORY = Path("/dev/shm")
 

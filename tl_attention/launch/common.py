@@ -7,7 +7,6 @@ import ctypes
 import functools
 import logging
 import math
-import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from tl_attention.problem.attn_problem import (
     tuning_key,
 )
 from tl_attention.problem.options import MAX_WINDOW, TENSOR_RULES, Options
+from tl_attention.problem.switches import switch
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 LN2 = math.log(2.0)
@@ -169,7 +169,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         check_config(problem, config, legality.fault(problem, config, direction))
     words = tuning_key(problem, bucket)
     LOG.debug("%s %s -> %s (%s)", direction, words, config, source)
-    if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+    if switch("TL_ATTENTION_PRINT_CONFIGS"):
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
     return problem.compiled_as, config
 

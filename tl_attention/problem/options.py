@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import os
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -13,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.problem.attn_problem import OPTION_ARGUMENTS, length_bucket
+from tl_attention.problem.switches import switch
 
 UNLIMITED = -1
 BATCH_INVARIANT = -1  # num_splits of a call whose bits may not depend on the rest of the batch
-ALWAYS_INVARIANT = os.environ.get("TL_ATTENTION_BATCH_INVARIANT") == "1"  # every call is one
+ALWAYS_INVARIANT = switch("TL_ATTENTION_BATCH_INVARIANT")  # every call is one
 MAX_WINDOW = 2**30  # above any length, and far from the end of int32
 # Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. Within these
 # limits all results are finite in fp32; otherwise a query whose first keys are masked would get NaN

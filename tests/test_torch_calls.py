@@ -90,6 +90,7 @@ CUDNN, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 KINDS = {
     "no mask": Kind(sdpa(), True, keys=KEYS),
     "`is_causal`, equal lengths": Kind(sdpa(is_causal=True), True),
+    "`is_causal`, unequal lengths: aligned top-left": Kind(sdpa(is_causal=True), True, keys=KEYS),
     "`causal_lower_right`": Kind(lower_right, True, keys=KEYS),
     "a head_dim of no multiple of 8": Kind(sdpa(is_causal=True), True, dim=100),
     "values of fewer columns": Kind(sdpa(is_causal=True), True, dim=192, dim_v=128),
@@ -110,7 +111,6 @@ KINDS = {
     "`sdpa_kernel([CUDNN_ATTENTION, FLASH_ATTENTION])`": Kind(within([CUDNN, SDPBackend.FLASH_ATTENTION], masked(ROWS)), True),
     "a mask and `dropout_p`": Kind(masked(ROWS, dropout_p=0.25), False, keys=KEYS),
     "fp32 and `dropout_p`": Kind(sdpa(dropout_p=0.25), False, dtype=FP32),
-    "`is_causal`, unequal lengths": Kind(sdpa(is_causal=True), False, keys=KEYS),
     "a head_dim above 256": Kind(sdpa(), False, dim=264),
     "`sdpa_kernel(MATH)`": Kind(within(SDPBackend.MATH, sdpa()), False),
     "`sdpa_kernel(CUDNN_ATTENTION)`": Kind(within(CUDNN, masked(ROWS)), False),

@@ -173,7 +173,6 @@ def test_torch_masks_of_three_dimensions_are_of_heads_where_there_are_as_many_ba
 
 
 OTHERS = {
-    "no mask, top-left": {"attn_bias": None, "is_causal": True, "query": torch.zeros(1, 2, 5, 8).bfloat16()},
     "dropout": {"dropout_p": 0.1},
     "causal": {"is_causal": True},
     "fp32 without kernels": {name: torch.zeros(1, 2, 3, 136) for name in ("query", "key", "value")},

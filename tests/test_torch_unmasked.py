@@ -29,7 +29,10 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-@pytest.mark.parametrize(("causal", "keys", "dim_v"), [(False, 50, 8), (True, 40, 16)])
+@pytest.mark.parametrize(
+    ("causal", "keys", "dim_v"),
+    [(False, 50, 8), (True, 40, 16), (True, 50, 16), (True, 30, 8), (True, 3, 16)],
+)
 def test_torch_unmasked_ops_match_the_formula(causal, keys, dim_v, precision):
     torch.set_float32_matmul_precision(precision)
     q, k, v = inputs(keys=keys, dim_v=dim_v)
@@ -52,14 +55,14 @@ def test_torch_unmasked_ops_match_the_formula(causal, keys, dim_v, precision):
 
 
 @pytest.mark.parametrize("heads_last", [False, True], ids=["bhsd", "bshd"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_torch_unmasked_values_may_be_narrower(causal, heads_last):
+@pytest.mark.parametrize(("causal", "keys"), [(False, 40), (True, 40), (True, 57), (True, 23)])
+def test_torch_unmasked_values_may_be_narrower(causal, keys, heads_last):
     """bf16 with unequal head dims, and grouped heads, which PyTorch gives to cuDNN or to the memory-efficient op."""
-    sizes = (4, 24), (2, 24), (2, 16)
+    sizes = (40, 4, 24), (keys, 2, 24), (keys, 2, 16)
     if heads_last:
-        q, k, v = (torch.randn(2, 40, *size).bfloat16().transpose(1, 2).requires_grad_() for size in sizes)
+        q, k, v = (torch.randn(2, *size).bfloat16().transpose(1, 2).requires_grad_() for size in sizes)
     else:
-        q, k, v = (torch.randn(2, heads, 40, dim).bfloat16().requires_grad_() for heads, dim in sizes)
+        q, k, v = (torch.randn(2, heads, rows, dim).bfloat16().requires_grad_() for rows, heads, dim in sizes)
     double = [x.double() for x in (q, k, v)]
     exact = F.scaled_dot_product_attention(*double, is_causal=causal, enable_gqa=True)
     dout = torch.randn(exact.shape).bfloat16()
@@ -67,7 +70,7 @@ def test_torch_unmasked_values_may_be_narrower(causal, heads_last):
     call = q, k, v, None, True, 0.0, causal
     with torch.no_grad():
         found = torch_masks.cudnn_forward(refused, None, *call)
-        saved = found[0], found[1], found[6], found[7], None, None, None, 40, 40, 0.0, causal
+        saved = found[0], found[1], found[6], found[7], None, None, None, 40, keys, 0.0, causal
         grads = torch_masks.cudnn_backward(refused, None, dout, q, k, v, *saved)
         assert found[0].transpose(1, 2).is_contiguous() == heads_last
         others = torch_masks.efficient_forward(refused, None, *call)
@@ -82,7 +85,6 @@ X = torch.zeros(1, 2, 3, 8)
 OTHERS = {
     "mask": {"attn_bias": torch.zeros(1, 2, 3, 3)},
     "dropout": {"dropout_p": 0.1},
-    "top-left": {"causal": True, "key": torch.zeros(1, 2, 4, 8), "value": torch.zeros(1, 2, 4, 8)},
     "bf16 with odd head dims": {
         name: torch.zeros(1, 2, 3, 12).bfloat16() for name in ("query", "key", "value")
     },
@@ -116,11 +118,11 @@ def test_torch_unmasked_leaves_settings_that_differ_to_pytorch(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_torch_unmasked_serves_sdpa(causal, compiled, monkeypatch):
+@pytest.mark.parametrize(("causal", "keys"), [(False, 333), (True, 300), (True, 333), (True, 77), (True, 3)])
+def test_torch_unmasked_serves_sdpa(causal, keys, compiled, monkeypatch):
     served, real = [], torch_unmasked.forward
     monkeypatch.setattr(torch_unmasked, "forward", lambda *args: served.append(args) or real(*args))
-    q, k, v = inputs("cuda", 300, 300 if causal else 333, 64, 64)
+    q, k, v = inputs("cuda", 300, keys, 64, 64)
     dout = torch.randn_like(q)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
     expected = torch.autograd.grad(exact, [q, k, v], dout.double())

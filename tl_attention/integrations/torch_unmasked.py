@@ -1,7 +1,8 @@
-"""F.scaled_dot_product_attention without a mask where PyTorch's flash op does not serve it: fp32 tensors, and values of fewer columns.
+"""F.scaled_dot_product_attention without a mask where PyTorch's flash op does not serve it.
 
-PyTorch gives these to its memory-efficient op or to cuDNN; torch_masks.py replaces both. The precision of fp32 is that of
-torch.get_float32_matmul_precision(). Calls that the kernels do not support go on to PyTorch's own kernel.
+These are calls of fp32 tensors, of values of fewer columns, and causal ones of unequal lengths. PyTorch gives them to its memory-efficient
+op or to cuDNN; torch_masks.py replaces both. The precision of fp32 is that of torch.get_float32_matmul_precision(). Calls that the
+kernels do not support go on to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ def serves(
     causal: bool,
     scale: float | None = None,
 ) -> bool:
-    """True for calls that the kernels serve: no mask, no dropout, on Hopper, at a precision whose gradients have kernels. Causal with equal
-    lengths only, as PyTorch aligns others top-left.
-    """
+    """True for calls that the kernels serve: no mask, no dropout, on Hopper, at a precision whose gradients have kernels."""
     tensors = query, key, value
     if scale is not None and not abs(scale) <= MAX_SCALE:
         return False
@@ -41,7 +40,7 @@ def serves(
         return False
     if any(x.ndim != 4 or not x.numel() or x.stride(3) != 1 for x in tensors):
         return False
-    if max(query.shape[2], key.shape[2]) > MAX_LENGTH or (causal and query.shape[2] != key.shape[2]):
+    if max(query.shape[2], key.shape[2]) > MAX_LENGTH:
         return False
     if not has_groups(query, key, value) or not has_widths(query, value):
         return False
@@ -78,13 +77,27 @@ def operands(*tensors: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
     return terms, [x.transpose(1, 2) for x in tensors]
 
 
+def from_top_left(query: torch.Tensor, key: torch.Tensor, causal: bool) -> tuple[int, bool, tuple[int, int]]:
+    """The call of the kernels that has the mask of is_causal: (keys, causal, window_size).
+
+    Query i sees keys 0 to i: PyTorch aligns the diagonal top-left, the kernels bottom-right. Keys behind the last query are left out.
+    With more queries than keys the diagonal is the right side of a window.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if causal and queries > keys:
+        return keys, False, (-1, queries - keys)
+    return min(queries, keys) if causal else keys, causal, (-1, -1)
+
+
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [batch, heads, seqlen_q, head_dim_v], a view of [batch, seqlen_q, heads, head_dim_v]; natural lse [batch, heads, seqlen_q]."""
-    qkv = (x.transpose(1, 2) for x in (query, key, value))
+    keys, causal, window_size = from_top_left(query, key, causal)
+    qkv = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
+    modes = {"window_size": window_size, "batch_invariant": MODES.batch_invariant}
     with torch.no_grad():
-        out, lse = attend(new_request(*qkv, scale, causal, batch_invariant=MODES.batch_invariant))
+        out, lse = attend(new_request(*qkv, scale, causal, **modes))
     return out.transpose(1, 2), lse
 
 
@@ -99,10 +112,16 @@ def backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, as views of [batch, seqlen, heads, head_dim]."""
-    terms, tensors = operands(grad_out, query, key, value, out)
+    keys, causal, window = from_top_left(query, key, causal)
+    hidden_keys = key.shape[2] - keys
+    terms, tensors = operands(grad_out, query, key[:, :, :keys], value[:, :, :keys], out)
     tensors[0] = tensors[0].contiguous()
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     call = scale, causal, False, False, deterministic
-    grads = run_backward_op((*tensors, lse), None, call, Options(num_splits=MODES.num_splits, parts=terms))
-    return tuple(grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")
+    options = Options(window=window, num_splits=MODES.num_splits, parts=terms)
+    grads = run_backward_op((*tensors, lse), None, call, options)
+    dq, dk, dv = (grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")
+    if hidden_keys:
+        dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, hidden_keys)) for x in (dk, dv))
+    return dq, dk, dv

@@ -736,6 +736,7 @@ def test_decode_matches_reference(case_class):
 
 
 @gpu
+@pytest.mark.timeout(1800)  # as the one of test_options.py
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_decode_matches_reference_on_any_problem(data):

@@ -378,6 +378,7 @@ def test_packed_sequences_with_split_keys_in_a_graph(num_splits):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1800)  # its kernels are built one after the other where none is stored
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_options_match_reference_on_any_problem(data):

@@ -121,7 +121,6 @@ def backward(
     call = scale, causal, False, False, deterministic
     options = Options(window=window, num_splits=MODES.num_splits, parts=terms)
     grads = run_backward_op((*tensors, lse), None, call, options)
-    dq, dk, dv = (grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")
     if hidden_keys:
-        dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, hidden_keys)) for x in (dk, dv))
-    return dq, dk, dv
+        grads |= {name: torch.nn.functional.pad(grads[name], (0, 0, 0, 0, 0, hidden_keys)) for name in "kv"}
+    return tuple(grads[name].to(query.dtype).transpose(1, 2) for name in "qkv")

@@ -133,14 +133,14 @@ class BwdPlan:
         self, kernels: BwdKernels, tensors: Sequence[torch.Tensor], heads_first: bool, partial: bool
     ) -> None:
         """Decide how kernels see q, k, v, dout, out, dq, dk, dv, and the terms of fp32 inputs."""
-        self.split = self.partial_views = None
+        self.terms = self.partial_views = None
         *inputs, out, dq, dk, dv = tensors
         if kernels.terms is not None:
             # dq is fp32 and leaves from registers, so without the view of packed sequences
             q, k, v, dout = inputs
             where, first = (kernels.problem, heads_first), self.passes[0]
-            split = terms_launch(kernels.terms, *where, first.attention_tiles, q, dout)
-            self.split = BwdTermsLaunch(split, *where, self.packed, first.stores_key_terms, k, v)
+            query_terms = terms_launch(kernels.terms, *where, first.attention_tiles, q, dout)
+            self.terms = BwdTermsLaunch(query_terms, *where, self.packed, first.stores_key_terms, k, v)
             self.dq_view = ArgumentViews(heads_first, dq)
         if partial:  # a pass by queries stores dq from registers, the others sum it
             tensors = *inputs, out
@@ -183,12 +183,12 @@ class BwdPlan:
             lse, dlse = self.seen.numbers(lse, dlse)
         sink = None if options is None else options.sink
         tensors = q, k, v, dout, out, dq, dk, dv
-        if self.packed and self.split is not None:
+        if self.packed and self.terms is not None:
             tensors = [x[None] for x in tensors]
         q, k, v, dout, out, *grads = self._views_of(tensors)
-        split = None
-        if self.split is not None:
-            split = self.split(*tensors[:4])  # alive until the last launch
+        terms = None
+        if self.terms is not None:
+            terms = self.terms(*tensors[:4])  # alive until the last launch
             if self.adds_dq:
                 tensors[5].zero_()
             (grads[0],) = self.dq_view.of(tensors[5])
@@ -207,11 +207,11 @@ class BwdPlan:
         lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
         rows, inputs, call = (lse_log2, delta), (q, k, v, dout), (*grads, softmax_scale)
         first, *others = self.passes
-        if split is None:
+        if terms is None:
             first.launch((*inputs, *rows), *call, arguments, tables, blocks)
         else:
-            inputs, shared = split.others, arguments + split.share
-            first.launch((*split.first, *rows), *call, shared, tables, blocks, split.key_terms)
+            inputs, first_arguments = terms.others, arguments + terms.last_arguments
+            first.launch((*terms.first, *rows), *call, first_arguments, tables, blocks, terms.key_terms)
         for bwd_pass in others:
             bwd_pass.launch((*inputs, *rows), *call, arguments, tables, blocks)
         if traced is not None:

@@ -214,11 +214,11 @@ class FwdPlan:
             found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.device) if names else None
-        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
+        self.block, self.is_stream_k = (config.block_M, config.block_N), config.schedule == "stream-K"
         self.tickets = (
             self.device,
             config.schedule in ("dynamic", "stream-K"),
-            TICKETS + self.sms * self.shares,
+            TICKETS + self.sms * self.is_stream_k,
         )
         self.hold_max = config.hold_max
         if self.packed:
@@ -246,7 +246,7 @@ class FwdPlan:
         found: FwdKernels,
     ) -> None:
         """Prepare the views of tensors as kernels take them; packed sequences are [1, total, heads, head_dim]."""
-        self.split = None
+        self.terms = None
         if self.added:
             self.heads_first = heads_first
             self.views = ArgumentViews(heads_first, q, k, v, packed=self.packed)
@@ -257,9 +257,9 @@ class FwdPlan:
             _, m_blocks, group_heads, ctas = self.arguments
             tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.costs
             attention = AttentionTiles(*tiles) if found.config.makes_terms else None
-            self.split = terms_launch(found.terms, found.problem, heads_first, attention, k, v)
+            self.terms = terms_launch(found.terms, found.problem, heads_first, attention, k, v)
             self.views = ArgumentViews(heads_first, halves(q), packed=self.packed)
-            self.term_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.term_views = ArgumentViews(False, *self.terms.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
     def _count_tiles(
@@ -291,7 +291,7 @@ class FwdPlan:
             # Partial outputs and log-sum-exps, fp32
             self.partial = dense((*shape, problem.head_dim_v)), dense(shape)
         self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
-        if self.shares:
+        if self.is_stream_k:
             shares = splits.Sharing(*self.block, problem.causal)
             ctas, self.share_arguments = splits.share_arguments(
                 shares, heads * batch, seqlen_q, seqlen_k, costs, num_splits
@@ -323,21 +323,21 @@ class FwdPlan:
         out, lse = empty(*self.out) if out is None else out, empty(*self.lse) if lse is None else lse
         results = out, lse
         # A kernel with a tensor argument (lse, terms, tickets) runs on the current stream of its device
-        share = ()  # arguments of a kernel that makes terms
+        term_arguments = ()  # of a kernel that makes terms
         lazy = q.is_neg() or k.is_neg() or v.is_neg()
         views_of = self.views.replaced if lazy else self.views.of
         if self.pages is not None:
             q_view, out_view = views_of(q, out)
             views = q_view, *self.pages.views.of(k, v), out_view
         else:
-            if self.packed and (self.added or self.split is not None):
+            if self.packed and (self.added or self.terms is not None):
                 q, k, v, out = (x[None] for x in (q, k, v, out))
             if self.added:
                 views = *views_of(q, k, v), out.transpose(1, 2) if self.heads_first else out
-            elif self.split is None:
+            elif self.terms is None:
                 views = views_of(q, k, v, out)
             else:
-                q, (terms, share) = halves(q), self.split(k, v)  # alive until the launch
+                q, (terms, term_arguments) = halves(q), self.terms(k, v)  # alive until the launch
                 views = *self.views.of(q), *self.term_views.of(*terms), *self.out_view.of(out)
         parts = results if self.combine is None else [empty(*x) for x in self.partial]
         tickets = stream_tickets(*self.tickets)
@@ -353,9 +353,9 @@ class FwdPlan:
             arguments += traced_arguments(traced)
             if traced.blocks is not None:
                 arguments += traced.blocks.by_queries(*self.block, held=self.hold_max)
-        if self.shares:
+        if self.is_stream_k:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
-        arguments += share
+        arguments += term_arguments
         if self.max_logits:
             largest = empty(*self.lse)
             if self.packed:  # no tile writes the rows behind the last sequence

@@ -233,8 +233,9 @@ class BwdPlan:
     def _views_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of q, k, v, dout, out, dq, dk, dv, as the kernels take them."""
         q, k, v, dout, out, dq, dk, dv = tensors
-        lazy = dout.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg()
-        views_of = self.views.replaced if lazy else self.views.of
+        # A negated view's memory has the other sign
+        is_negated = dout.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg()
+        views_of = self.views.replaced if is_negated else self.views.of
         if self.partial_views is None:
             return views_of(*tensors)
         dq_views, key_views = self.partial_views

@@ -292,8 +292,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         for loop in row_max.ranges(blocks):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(loop.count):
-                step = loop.steps.first + i
-                block = blocks.at(step, loop.steps)
+                step = loop.step_range.first + i
+                block = blocks.at(step, loop.step_range)
                 start_scores(w, q_step, first_step + step, block, smem, scores, acc_s)
                 smem.V.wait(first_step + step - 1)
                 output.start(P_terms, smem.V, first_step + step - 1)

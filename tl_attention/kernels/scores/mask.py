@@ -151,13 +151,13 @@ class KeyBlock:
     Args:
         blocks: KeyBlocks of the tile.
         step: number of the step.
-        steps: range that it is in.
-        is_right: of NearFirstKeyBlocks, 1 if all keys are right of the diagonals. 0 else, and in steps that are masked.
+        step_range: the range that the step is in.
+        is_right: of NearFirstKeyBlocks: 1 in an unmasked step whose keys are all right of the diagonals, else 0.
     """
 
     blocks: Any
     step: Any
-    steps: StepRange
+    step_range: StepRange
     is_right: Any = 0
 
     @property
@@ -325,9 +325,9 @@ class KeyBlocks:
             return StepRange(True, False, 1, right), StepRange(False, False, self.num_right[0], unmasked)
         return (StepRange(False, False, 1, self.num_steps[0] - 1),)
 
-    def at(self, step: Any, steps: StepRange) -> KeyBlock:
-        """Key block of a step of the range `steps`."""
-        return KeyBlock(self, step, steps)
+    def at(self, step: Any, step_range: StepRange) -> KeyBlock:
+        """Key block of a step of a range."""
+        return KeyBlock(self, step, step_range)
 
     def key_at(self, step: Any) -> Any:
         return self.first_key(step)
@@ -341,18 +341,18 @@ class KeyBlocks:
         return True
 
     @T.inline
-    def hide(self, acc_s, query, step, steps):
-        """Mask the scores [64, block_N] of the queries from `query` on at a step of the StepRange `steps`."""
-        if steps.is_last_block and self.mask.window is not None:
+    def hide(self, acc_s, query, step, step_range):
+        """Mask the scores [64, block_N] of the queries from `query` on, in a step of a StepRange."""
+        if step_range.is_last_block and self.mask.window is not None:
             if self.first_key(step) < self.mask.first_key(query + 63):
                 self.mask.apply(acc_s, query, self.first_key(step))
             else:
                 self.mask.apply(acc_s, query, self.first_key(step), check_right=True, check_left=False)
-        elif steps.is_last_block and not self.mask.causal:
+        elif step_range.is_last_block and not self.mask.causal:
             if self.mask.hides_some(query, 64, self.first_key(step), self.block_N):
                 self.mask.apply(acc_s, query, self.first_key(step))
-        elif steps.masked:
-            self.mask.apply(acc_s, query, self.first_key(step), steps.check_right, steps.check_left)
+        elif step_range.masked:
+            self.mask.apply(acc_s, query, self.first_key(step), step_range.check_right, step_range.check_left)
 
     @T.inline
     def hide_if_needed(self, acc_s, query, step):
@@ -416,8 +416,8 @@ class NearFirstKeyBlocks(KeyBlocks):
         return StepRange(True, False, 1, self.near), StepRange(False, False, self.near + 1, others)
 
     @T.inline
-    def hide(self, acc_s, query, step, steps):
-        if steps.is_last_block:
+    def hide(self, acc_s, query, step, step_range):
+        if step_range.is_last_block:
             self.mask.apply(acc_s, query, self.first_key(step))
 
     def block(self, step: Any) -> Any:
@@ -431,6 +431,6 @@ class NearFirstKeyBlocks(KeyBlocks):
         return T.cast(self.block(step) > self.last_near, "int32")
 
     @T.inline
-    def at(self, step, steps):
-        is_right = 0 if steps.masked else self.is_right(step)
-        return KeyBlock(self, step, steps, is_right)
+    def at(self, step, step_range):
+        is_right = 0 if step_range.masked else self.is_right(step)
+        return KeyBlock(self, step, step_range, is_right)

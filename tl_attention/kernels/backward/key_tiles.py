@@ -11,7 +11,8 @@ import tilelang.language as T
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.config.round_configs import LAST_WAVES, SIDE_WAVES
 from tl_attention.kernels.scores.mask import Mask
-from tl_attention.kernels.seams.scheduler import Tile, TileBox, TileOrder, indices
+from tl_attention.kernels.seams.pipeline import indices
+from tl_attention.kernels.seams.scheduler import Tile, TileBox, TileOrder
 from tl_attention.kernels.sources.sequence_order import SequenceOrder, SequenceTile
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 

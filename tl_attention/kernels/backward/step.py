@@ -20,8 +20,8 @@ from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.options import OptionArguments, Scores
 from tl_attention.kernels.seams import products as tile_products
-from tl_attention.kernels.seams.pipeline import alloc_fragments, share, wait_for_stores
-from tl_attention.kernels.seams.softmax import indices, probabilities, softmax_backward
+from tl_attention.kernels.seams.pipeline import alloc_fragments, indices, share, wait_for_stores
+from tl_attention.kernels.seams.softmax import probabilities, softmax_backward
 from tl_attention.kernels.seams.split_tile import split_tile
 
 

@@ -9,10 +9,9 @@ import tilelang.language as T
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.kernels.backward.dq_sinks.round import key_policy
 from tl_attention.kernels.backward.passes import KeyPass
-from tl_attention.kernels.seams.pipeline import sync_warpgroup, wait_for_stores
+from tl_attention.kernels.seams.pipeline import indices, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.seams.products import scale
 from tl_attention.kernels.seams.row_stores import store_columns
-from tl_attention.kernels.seams.softmax import indices
 from tl_attention.problem.attn_problem import AttnProblem
 
 

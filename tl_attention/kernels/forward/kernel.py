@@ -44,11 +44,17 @@ from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
-from tl_attention.kernels.seams.pipeline import PingPong, alloc_fragments, input_ring, wait_for_stores
+from tl_attention.kernels.seams.pipeline import (
+    PingPong,
+    alloc_fragments,
+    indices,
+    input_ring,
+    wait_for_stores,
+)
 from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_terms, multiply, round_P
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
-from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
+from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax
 from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.pages import page_arguments, paged_loads
 from tl_attention.kernels.sources.shared_tiles import PIECES, PieceArguments, SharedPieces, stream_of

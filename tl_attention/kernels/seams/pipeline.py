@@ -73,7 +73,13 @@ def alloc_swizzled(shape: list[int], dtype: str, chunk: int = 64):
     return tiles
 
 
+def indices(values: tuple) -> tuple[int, ...]:
+    """Indices that unroll a loop in a kernel; a loop over buffers or variables themselves would lose their names (TileLang 0.1.15)."""
+    return tuple(range(len(values)))
+
+
 def alloc_fragments(shapes: list[list[int]], dtype: str):
+    """Tiles in registers, one per shape."""
     return tuple(T.alloc_fragment(shape, dtype) for shape in shapes)
 
 
@@ -377,7 +383,7 @@ def wait_for_stores(read=True):
 def share(w, fragments, tiles):
     """Copy operands of a warpgroup to its smem tiles, once per step."""
     sync_warpgroup(w)  # all warps have the product of the previous step
-    for n in tuple(range(len(tiles))):
+    for n in indices(tiles):
         T.copy(fragments[n], tiles[n])
     T.fence_proxy_async()
     sync_warpgroup(w)

@@ -7,6 +7,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.seams.pipeline import indices
+
 # The next tile is drawn this many steps before the end of a tile: in time to be located and to have its pages looked up
 DRAW_AHEAD = 4
 
@@ -205,11 +207,6 @@ class Tile:
         self.len_k[0] = T.shfl_sync(self.order.table[entry, 5], 0)
         self.padded_q[0] = T.shfl_sync(self.order.table[entry, 6], 0)
         self.padded_k[0] = T.shfl_sync(self.order.table[entry, 7], 0)
-
-
-def indices(values: tuple) -> tuple[int, ...]:
-    """Indices that unroll a loop in a kernel; a loop over the variables themselves would lose their names (TileLang 0.1.15)."""
-    return tuple(range(len(values)))
 
 
 @T.meta_class

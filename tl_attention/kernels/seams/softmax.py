@@ -6,7 +6,7 @@ import math
 
 import tilelang.language as T
 
-from tl_attention.kernels.seams.pipeline import any_of_warpgroup
+from tl_attention.kernels.seams.pipeline import any_of_warpgroup, indices
 
 LOG2E = math.log2(math.e)
 # Initial row max. It is below all scores, its product with a large scale is finite, and LOWEST - LOWEST is 0, where -inf would give NaN
@@ -19,11 +19,6 @@ LAZY_GROWTH = 8.0
 LARGEST_HELD_SUM = 2.0**64
 # Largest magnitude of a maximum, as a power of 2, in place of which 0 may be held
 NEAR_ZERO = 30.0
-
-
-def indices(values: tuple) -> tuple[int, ...]:
-    """Indices that unroll a loop in a kernel."""
-    return tuple(range(len(values)))
 
 
 def rows_layout():
@@ -192,7 +187,7 @@ class OnlineSoftmax:
     @T.inline
     def scale_rows(self, accs):
         """Multiply tiles side by side by row_scale."""
-        for n in indices(accs):  # a loop over the tiles themselves would lose their names (TileLang 0.1.15)
+        for n in indices(accs):
             rows, cols = accs[n].shape
             for i, j in T.Parallel(rows, cols):
                 accs[n][i, j] *= self.row_scale[i]

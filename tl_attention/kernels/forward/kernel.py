@@ -310,7 +310,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 smem.K.release(first_step + step)
                 slots.free_after_scores(step == blocks.steps - 1, q_step, smem.Q)
                 scores.apply(acc_s, query, block, at_zero=loop.at_zero)
-                softmax.update(acc_s, scores.shift(query, block), follow=loop.update, at_zero=loop.at_zero)
+                softmax.update(
+                    acc_s, scores.shift(query, block), updates_max=loop.update, at_zero=loop.at_zero
+                )
                 output.finish(P_terms, smem.V, first_step + step - 1)  # O is complete, and P free
                 smem.V.release(first_step + step - 1)
                 round_P(acc_s, P_terms, dropout)

@@ -21,7 +21,7 @@ class MaxSteps:
     Args:
         step_range: the loop begins at the first step of this range, and masks as it says.
         count: number of steps; 0 if the tile has another loop over the range.
-        update: the steps update the row max; else it is held.
+        update: each step updates the row max; else it is held.
         at_zero: the row max is 0 and held.
     """
 

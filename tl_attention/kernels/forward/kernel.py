@@ -6,8 +6,9 @@ the step before. Steps go from the last key block to the first. See mask.NearFir
 
 attend() has the algorithm; load() is the producer's side.
 
-hold_max: once each row has seen a key, its row max is no longer updated. A tile whose row sums then overflow is computed a second time,
-with an updated row max: RowMax.check() reports it, and find_overflow() of the producer puts it back in the stream of tiles.
+hold_max: once each row has seen a key, its row max is held, which saves the search for it and the rescale of O. A tile whose row sums then
+overflow is computed a second time, with an updated row max: RowMax.check() reports it, and TileStream.find_overflow() of the producer puts
+it back in the stream of tiles.
 
     step        from 0, the last key block, to the first key block that a tile needs
     share       the key blocks of one CTA of a split
@@ -68,7 +69,8 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 class Launch:
     """Arguments and shared memory of a CTA, for all its tiles.
 
-    lse_unit: ln 2 for a natural lse, 1 for base 2. max_tiles: tiles whose Lse is MaxLogits; None without.
+    lse_unit: ln 2 for a natural lse, 1 for base 2.
+    max_tiles: `tiles` with MaxLogits in place of Lse, so that store_lse() stores the largest scores; None where they are not stored.
     """
 
     tiles: DenseTiles
@@ -107,7 +109,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
-    # bf16 terms of an fp32 number, and the pairs of them that are multiplied, a wgmma group each; in 16 bits one term, one pair
+    # fp32: bf16 terms of a number, and the pairs of terms that are multiplied, a wgmma group each. In 16 bits: one term and one pair
     terms, products, makes_terms = problem.terms, problem.products, config.makes_terms
     persistent = config.schedule != "grid"  # any other schedule: a CTA computes several tiles
     shares_tiles = config.schedule == "stream-K"  # and CTAs share some of them, see shared_tiles.py
@@ -129,7 +131,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     q_view, k_view, v_view, _do_view = input_arguments(problem, batch, *lengths, *columns, raw_fp32=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
-    # O is stored through the slot of its queries
     O_in_Q = head_dim == head_dim_v and not results.from_registers
     slots = QuerySlots(config, O_in_Q, first_row)
     results = replace(results, slots=slots)  # store() frees slots
@@ -139,9 +140,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_terms)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        place = problem, options, mask, tile, block_M, block_N
+        """Key blocks of a tile."""
+        arguments = problem, options, mask, tile, block_M, block_N
         near_first = near_keys_first(problem, config)
-        return key_blocks(*place, split=split, held=hold_max, shares=shares_tiles, near_first=near_first)
+        return key_blocks(*arguments, split=split, held=hold_max, shares=shares_tiles, near_first=near_first)
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, smem, stream):
@@ -158,7 +160,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.load(turn, tile, first_query, tiles, smem.Q)
         if hold_max:
             smem.overflows.begin(turn, stream.recomputes)
-        if persistent:  # after Q has a slot: consumers read the box, which has two slots, before they free Q of two turns before
+        if persistent:
+            # Once Q has a slot: then consumers have freed Q of an earlier turn, and before that read the box of two turns before
             smem.tile_box.post(turn, tile, first_step, blocks)
         if two_producers:  # assist_warp.produce_values() loads V
             stream.draw_near_end(turn, 0, blocks.steps)
@@ -179,8 +182,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     def assist(first_tile, ctas, order, launch):
         """Function that the warps beside the producer run; None: they have no work."""
-        lengths = seqlen_q, seqlen_k
-        followed = assist_warp.Followed(problem, config, lengths, splits, first_tile, order, launch)
+        followed = assist_warp.Followed(
+            problem, config, (seqlen_q, seqlen_k), splits, first_tile, order, launch
+        )
         if two_producers:
             return lambda: assist_warp.produce_values(followed)
         if makes_terms:
@@ -189,6 +193,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, launch):
+        """Load the tiles of a CTA, in the producer warp."""
         tiles, smem = launch.tiles, launch.smem
         tile = Tile(order, loads_keys=True)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
@@ -206,10 +211,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     stream.advance(turn)
                     turn += 1
                     first_step += blocks.steps
-                else:  # packed sequences: the launch counts more tiles than the table has; the missing ones end a group of heads
+                else:  # packed sequences: the launch counts more tiles than the table has, and the missing ones end a group of heads
                     stream.skip_to(tile.group_end)
-                stream.find_overflow(turn)  # of two turns before, at the end also of the last
-            slots.wait_until_read(turn, smem.Q)
+                stream.find_overflow(turn)
+            slots.wait_until_read(turn, smem.Q)  # then the box has a free slot
             smem.tile_box.close(turn)
             stream.close()
         else:
@@ -230,14 +235,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def attend(w, tile, turn, first_step, blocks, launch):
         """Compute O and Lse of 64 queries of a tile, and store them."""
         tiles, smem, softmax_scale = launch.tiles, launch.smem, launch.softmax_scale
-        # Not 0: the row max is updated in every step, as the tile is computed again or is a piece
+        # Not 0: the row max is updated in each step, as the tile is computed a second time or is a piece
         recomputes = smem.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
         P_terms = (P, *alloc_further_terms([64, block_N], terms))
         acc_o = T.alloc_fragment([64, o_cols], "float32")
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
-        # P V of one key block; in 16 bits O itself
+        # fp32: P V of one key block. In 16 bits it is O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if terms > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
@@ -251,19 +256,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             block_N,
             scale_log2,
             LAZY_GROWTH,
-            scores.may_hold_zero,
-            sums_directly,
+            may_hold_zero=scores.may_hold_zero,
+            sums_directly=sums_directly,
             rounds_alike=config.batch_invariant,
             keeps_largest=config.max_logits,
         )
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
-        # Freed once: by results.store() or free_previous() if O leaves through the slot of Q, else after the last S or after the last step
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile, query, blocks, scale_log2)
         dropout.start()
-        # Steps whose keys none of the 64 queries sees: first_step and blocks go on without them
+        # Steps whose keys none of the 64 queries sees. They are left out of first_step and blocks
         hidden_first = FirstSteps(blocks.hidden_steps(query + 63)) if skips_first_steps else NoSteps()
         hidden_first.skip(w, smem.K, ping_pong, first_step, blocks)
         first_step = hidden_first.after(first_step)
@@ -271,7 +275,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         hidden_last.skip(blocks)
         if recounts_masked:
             blocks.keep_queries(query)
-        # Raw scores: without score options the row max is one of Q Kᵀ, which the softmax scales by |softmax_scale|, so Q takes the sign
         slots.wait_for_queries(problem, w, q_step, smem.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of step 0
@@ -294,7 +297,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         hidden_first.release_values(smem.V, first_step)
 
         # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
-        # Unrolled: a loop per masking of the scores, with the row max updated or held
+        # One loop per kind of masking, with the row max updated or held
         for loop in row_max.ranges(blocks):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(loop.count):
@@ -310,9 +313,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 smem.K.release(first_step + step)
                 slots.free_after_scores(step == blocks.steps - 1, q_step, smem.Q)
                 scores.apply(acc_s, query, block, at_zero=loop.at_zero)
-                softmax.update(
-                    acc_s, scores.shift(query, block), updates_max=loop.update, at_zero=loop.at_zero
-                )
+                softmax.update(acc_s, scores.shift(query, block), loop.update, loop.at_zero)
                 output.finish(P_terms, smem.V, first_step + step - 1)  # O is complete, and P free
                 smem.V.release(first_step + step - 1)
                 round_P(acc_s, P_terms, dropout)
@@ -324,14 +325,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         last = blocks.steps - 1
         smem.V.wait(first_step + last)
         output.start(P_terms, smem.V, first_step + last)
-        # The tile's position again, so that it takes no registers in the loop. Before Q is freed: then the box may be refilled
+        # Read the tile's position again, so that it takes no registers in the loop. Once Q is freed the box may be refilled
         if persistent:
             smem.tile_box.read_tile(turn, tile)
         if shares_tiles:
             blocks.read_partners(turn, smem.tile_box)
         slots.free_after_steps(q_step, smem.Q)
         row_max.check(turn)
-        # Pieces have base 2: SharedPieces.merge() applies the unit
+        # Lse of a piece is in base 2: SharedPieces.merge() applies the unit
         softmax.finish(lse, 1.0 if shares_tiles else launch.lse_unit, scores.sink(tile))
         query = tiles.first_query(tile, block_M) + first_row(w)
         if results.lse_is_final:
@@ -346,11 +347,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         for n in indices(output.chunks):
             dropout.scale_kept(output.chunks[n])
 
-        row_max.wait_for_first_result()  # of a tile that is computed twice
+        row_max.wait_for_first_result()
         results.store(w, q_step, tile, query, blocks, launch, output.chunks, lse)
 
     @T.macro
     def consume(w, first_tile, order, launch):
+        """Compute the tiles of a CTA, in warpgroup w: 64 queries of each."""
         tiles, smem = launch.tiles, launch.smem
         tile = Tile(order)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
@@ -364,7 +366,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             if tile.exists:
-                # The blocks that load() counts
+                # Count the blocks as load() does
                 blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)

@@ -97,7 +97,7 @@ class RowMax:
 
     @T.inline
     def wait_for_first_result(self):
-        """Wait for the stores of the tile's first result, which might be written after this one."""
+        """Wait for the stores of the first result of a tile that is computed twice: they might be written after those of the second."""
         if self.holds:
             if self.recomputes != 0:
                 wait_for_stores(read=False)

@@ -24,8 +24,8 @@ class Mask:
     Args:
         window: (left, right), runtime values; None without a window.
         may_be_empty: a sequence may have no query.
-        place: runtime values (key on the diagonal of the first query, number of keys from the first on that no query sees); None:
-            bottom-right alignment.
+        place: (key on the diagonal of the first query, number of first keys that no query sees), runtime values; None: bottom-right
+            alignment.
     """
 
     causal: bool
@@ -201,9 +201,8 @@ class KeyBlocks:
         self.mask, self.block_M, self.block_N, self.overlap = mask, block_M, block_N, overlap
         # Variables, as TileLang 0.1.15 would copy expressions into every use
         self.num_steps = T.alloc_var("int32", init=0)
-        self.num_right = T.alloc_var(
-            "int32", init=0
-        )  # first steps, whose keys may lie right of a query's last
+        # First steps, whose keys may lie right of a query's last
+        self.num_right = T.alloc_var("int32", init=0)
         # With a window: first block that is seen; last steps, whose keys may lie left of a query's first
         self.first_block, self.num_left = (
             T.alloc_var("int32", init=0) if mask.window is not None else None for _ in range(2)
@@ -330,6 +329,7 @@ class KeyBlocks:
         return KeyBlock(self, step, step_range)
 
     def key_at(self, step: Any) -> Any:
+        """First key of a step, for a program."""
         return self.first_key(step)
 
     def how_at(self, step: Any) -> Any:
@@ -375,10 +375,10 @@ class KeyBlocks:
 
 @T.meta_class
 class NearFirstKeyBlocks(KeyBlocks):
-    """Key blocks without a mask: the last block, then those that the diagonals of the queries cross, then the others from the last one on.
+    """Key blocks without a mask: the last block, then those that the diagonals of the queries cross, then the others, from last to first.
 
-    Scores that fall with the distance of a key so meet their row max first. There are steps with check_right after step 0 if there are
-    two blocks or more; they hide nothing.
+    So the row max of scores that fall with the distance of a key is found early. With two blocks or more, some steps after step 0 have
+    check_right, which says here that a row max is not held yet: they hide nothing.
     """
 
     def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
@@ -399,11 +399,12 @@ class NearFirstKeyBlocks(KeyBlocks):
 
     @property
     def last_near(self) -> Any:
+        """Last of the blocks that the diagonals cross, not counting the last block of all."""
         return self.crossed[0] >> NEAR.bit_length() - 1
 
     @property
     def near(self) -> Any:
-        """Number of blocks that the diagonals cross, less the last block."""
+        """Number of blocks that the diagonals cross, not counting the last block of all."""
         return self.crossed[0] & NEAR - 1
 
     @property

@@ -131,7 +131,7 @@ def add_dq(producer: KeyTileProducer) -> None:
         for_all_keys(ring.release, turn)
         sink.rounding.report(tile, producer.tiles)
 
-    producer.walk(
+    producer.each_step(
         lambda *place: add_step(producer, acc_dq, turns, *place),
         begin=begin_tile,
         end=end_tile,

@@ -160,8 +160,8 @@ class OrderKeeper:
 
     def admit(self) -> None:
         """Let the consumers add in each step when the turn has come."""
-        self.producer.walk(self.admit_step)
+        self.producer.each_step(self.admit_step)
 
     def pass_on(self) -> None:
         """Pass the turn of each step to the tile that is drawn next."""
-        self.producer.walk(self.pass_step_on)
+        self.producer.each_step(self.pass_step_on)

@@ -1,4 +1,4 @@
-"""Parts shared by the launches: plan cache, allocation, config lookup, tile counts, tile tables, option arguments."""
+"""Parts that all launches use: plan cache, allocation, config lookup, tile counts, tile tables, option arguments."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ def head_group(
         heads_sharing, shared_bytes: as in tile_counts.
         blocks: tiles per head.
     """
-    parties = heads // heads_sharing
+    sharing_sets = heads // heads_sharing
     filling = math.ceil(least_tiles / (blocks * heads_sharing))
-    least = min(max(l2_bytes // shared_bytes, filling, 1), parties)
-    sizes = range(least, min(2 * least, parties) + 1)
-    return heads_sharing * min(sizes, key=lambda size: -parties % size)
+    least = min(max(l2_bytes // shared_bytes, filling, 1), sharing_sets)
+    sizes = range(least, min(2 * least, sharing_sets) + 1)
+    return heads_sharing * min(sizes, key=lambda size: -sharing_sets % size)
 
 
 def find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:

@@ -19,7 +19,6 @@ it back in the stream of tiles.
     query       the first of 64 queries
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from tl_attention.config.term_configs import MAKERS
 from tl_attention.kernels.cuda import source
 from tl_attention.kernels.forward import assist_warp
 from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
-from tl_attention.kernels.forward.query_slots import QuerySlots
 from tl_attention.kernels.forward.results import MaxArguments, Results, results_of, store_code
 from tl_attention.kernels.forward.row_max import RowMax
 from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
@@ -118,7 +116,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if terms > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
     ping_pong = PingPong(config.warpgroups, config.ping_pong)
-    first_row = functools.partial(query_tiles.first_row, problem, config)
     skips_first_steps = query_tiles.hides_steps(problem, config)
     skips_last_steps = query_tiles.hides_last_steps(problem, config)
     # A warpgroup counts its masked steps again: a window needs it, causal d64 with three warpgroups gains 1 %. See KeyBlocks.keep_queries()
@@ -130,10 +127,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
     q_view, k_view, v_view, _do_view = input_arguments(problem, batch, *lengths, *columns, raw_fp32=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
-    splits, o_view, lse_view = results.splits, results.O, results.Lse
-    O_in_Q = head_dim == head_dim_v and not results.from_registers
-    slots = QuerySlots(config, O_in_Q, first_row)
-    results = replace(results, slots=slots)  # store() frees slots
+    slots, splits, o_view, lse_view = results.slots, results.splits, results.O, results.Lse
     tickets_view = T.Tensor([T.dynamic("sms") if shares_tiles else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
     piece_types = PieceArguments.of(problem, config)
@@ -262,7 +256,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             keeps_largest=config.max_logits,
         )
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
-        query = tiles.first_query(tile, block_M) + first_row(w)
+        query = tiles.first_query(tile, block_M) + slots.first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile, query, blocks, scale_log2)
@@ -334,7 +328,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         row_max.check(turn)
         # Lse of a piece is in base 2: SharedPieces.merge() applies the unit
         softmax.finish(lse, 1.0 if shares_tiles else launch.lse_unit, scores.sink(tile))
-        query = tiles.first_query(tile, block_M) + first_row(w)
+        query = tiles.first_query(tile, block_M) + slots.first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
         if config.max_logits:
@@ -403,7 +397,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
-                if O_in_Q or results.from_registers
+                if slots.holds_output or results.from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 # padded: space for a fifth step count, which causal stream-K posts
                 tile_box=TileBox(varlen, padded=shares_tiles and problem.causal) if persistent else None,

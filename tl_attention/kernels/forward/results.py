@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.config import query_tiles
 from tl_attention.config.kernel_configs import FwdConfig
-from tl_attention.config.query_tiles import end_at_last_query, first_query
 from tl_attention.kernels.cuda import source
+from tl_attention.kernels.forward.query_slots import QuerySlots
 from tl_attention.kernels.seams.pipeline import (
     fragment_address,
     store_fragment,
@@ -39,16 +41,17 @@ class Results:
     a piece for another CTA instead, or merge the pieces of others.
 
     Args:
+        slots: of Q, through which O may leave.
         Tiles: class of the tiles in global memory.
         splits: number of splits, a runtime value; None without a split.
         O, Lse: types of the kernel's arguments.
         from_registers: O does not pass through shared memory.
         shares: the schedule is stream-K.
         lse_is_final: nothing is merged into Lse, so the kernel stores it before O is complete.
-        slots: QuerySlots, through which O may leave; the kernel sets it.
         MaxLogits: type of the argument, in the shape of Lse; None where the largest scores are not stored.
     """
 
+    slots: QuerySlots
     Tiles: type[DenseTiles]
     splits: Any
     O: Any
@@ -56,7 +59,6 @@ class Results:
     from_registers: bool = False
     shares: bool = False
     lse_is_final: bool = True
-    slots: Any = None
     MaxLogits: Any = None
 
     @T.inline
@@ -91,28 +93,32 @@ def results_of(
 ) -> Results:
     """Results of a problem; see kernel.flash_fwd for the layouts."""
     paged, varlen = config.page_rows > 0, problem.has("varlen")
+    from_registers = config.split or problem.has("added") or problem.dtype_of("o") == "float32"
+    through_slots = problem.head_dim == problem.head_dim_v and not from_registers
+    slots = QuerySlots(config, through_slots, functools.partial(query_tiles.first_row, problem, config))
     if config.split:
         Tiles = PagedSplitTiles if paged else PackedSplitTiles if varlen else DenseSplitTiles
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, problem.head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
-        return Results(Tiles, splits, o_view, lse_view, from_registers=True)
+        return Results(slots, Tiles, splits, o_view, lse_view, from_registers)
     o_view = result_argument(problem, "o", batch, seqlen_q, heads, columns_v)
     lse_shape = [heads, seqlen_q] if varlen else [batch, heads, seqlen_q]
     if problem.has("added"):
         Tiles = AddedPackedTiles if varlen else AddedTiles
         lse_view = strided("lse", lse_shape, "float32")
-        return Results(Tiles, None, o_view, lse_view, from_registers=True, lse_is_final=False)
-    dense = TilesFromEnd if end_at_last_query(problem, config) else DenseTiles
+        return Results(slots, Tiles, None, o_view, lse_view, from_registers, lse_is_final=False)
+    dense = TilesFromEnd if query_tiles.end_at_last_query(problem, config) else DenseTiles
     Tiles = PagedTiles if paged else PackedTiles if varlen else dense
     shares = config.schedule == "stream-K"
     lse_view = T.Tensor(lse_shape, "float32")
     return Results(
+        slots,
         Tiles,
         None,
         o_view,
         lse_view,
-        from_registers=problem.dtype_of("o") == "float32",
+        from_registers,
         shares=shares,
         lse_is_final=not shares,
         MaxLogits=T.Tensor(lse_shape, "float32") if config.max_logits else None,
@@ -200,7 +206,8 @@ class TilesFromEnd(DenseTiles):
     """
 
     def first_query(self, tile: Any, block_M: int) -> Any:
-        return first_query(tile.m_block, tile.order.m_blocks, block_M, self.Q.shape[1], from_end=True)
+        tiles, seqlen_q = tile.order.m_blocks, self.Q.shape[1]
+        return query_tiles.first_query(tile.m_block, tiles, block_M, seqlen_q, from_end=True)
 
     def may_store(self, start: Any) -> Any:
         return start >= 0

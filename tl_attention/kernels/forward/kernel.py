@@ -118,9 +118,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ping_pong = PingPong(config.warpgroups, config.ping_pong)
     skips_first_steps = query_tiles.hides_steps(problem, config)
     skips_last_steps = query_tiles.hides_last_steps(problem, config)
-    # A warpgroup counts its masked steps again: a window needs it, causal d64 with three warpgroups gains 1 %. See KeyBlocks.keep_queries()
-    counts_again = problem.has("window") or (head_dim <= 64 and config.warpgroups == 3)
-    recounts_masked = skips_first_steps and counts_again
+    # Whether a warpgroup that skips steps counts its own masked steps: see KeyBlocks.keep_queries()
+    gains_by_count = problem.has("window") or (head_dim <= 64 and config.warpgroups == 3)
+    counts_own_steps = skips_first_steps and gains_by_count
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -267,7 +267,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         first_step = hidden_first.after(first_step)
         hidden_last = LastSteps(blocks.hidden_last_steps(query)) if skips_last_steps else NoSteps()
         hidden_last.skip(blocks)
-        if recounts_masked:
+        if counts_own_steps:
             blocks.keep_queries(query)
         slots.wait_for_queries(problem, w, q_step, smem.Q, softmax_scale, scores.raw)
 

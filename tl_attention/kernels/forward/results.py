@@ -148,9 +148,8 @@ def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
     rows, cols = acc.shape
     stored = T.alloc_fragment([rows], "float32")  # stored Lse, then the weight of stored O
     weight = T.alloc_fragment([rows], "float32")  # Lse of all keys
-    peak = T.alloc_fragment(
-        [rows], "float32"
-    )  # the larger Lse, then Lse of all keys if finite, then the weight of acc
+    # The larger Lse, then Lse of all keys if finite, then the weight of acc
+    peak = T.alloc_fragment([rows], "float32")
     # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
     row = T.alloc_var("int32", init=first_row)
     last = T.alloc_var("int32", init=first_row + rows_left - 1)

@@ -1,12 +1,12 @@
-"""FlashAttention forward in one screen of TileLang: the first rung of the ladder to tl_attention/kernels/forward/kernel.py.
+"""FlashAttention forward in one screen of TileLang, to read before tl_attention/kernels/forward/kernel.py.
 
     python examples/tutorial_fwd.py
 
 On a Hopper GPU this checks the kernel against PyTorch. Without one it compiles the kernel for sm_90a and prints what the compiler
 made of it.
 
-The algorithm and the names are those of the shipped kernel. The schedule is TileLang's: it decides when tiles are loaded and when to
-wait for the tensor cores. docs/architecture.md says what the shipped kernel adds and where each part is.
+The algorithm and the names are those of the shipped kernel. The schedule is TileLang's: the compiler decides when tiles are loaded and
+when to wait for the tensor cores. docs/architecture.md says what the shipped kernel adds and where each part is.
 """
 
 import math
@@ -146,9 +146,8 @@ def main() -> None:
                 print(f"{name} {lengths}: largest error of O {errors[0]:.4f}, of Lse {errors[1]:.6f}")
         else:
             source, smem = lower(causal)
-            report = cubin.report_source(
-                source, smem, threads=384
-            )  # TileLang adds a warpgroup that loads tiles
+            # 384 threads: TileLang adds a warpgroup that loads tiles
+            report = cubin.report_source(source, smem, threads=384)
             print(
                 f"{name}: {len(source.splitlines())} lines of CUDA; {report.hgmma} wgmma and {report.tma} TMA load instructions,"
                 f" {report.registers} registers, {report.spill_bytes} bytes of spills, {smem} bytes of shared memory"

@@ -102,10 +102,10 @@ def test_no_sums_of_dq_and_sharers_by_visited_queries():
     causal = replace(D64, causal=True)
     for problem in (D64, causal):
         buffers = KeyBuffers(one, problem, sizes(500, 120))
-        (dq_rows, *_), *_ = buffers.empty[0]
+        (dq_rows, *_), *_ = buffers.workspace[0]
         assert buffers.writes_dq and dq_rows == 0 and buffers.sharers > 1
     alone = KeyBuffers(one, causal, sizes(128, 128, batch=64, heads_kv=16))
-    assert alone.sharers == 1 and all(shape[0] == 0 for shape, *_ in alone.empty)
+    assert alone.sharers == 1 and all(shape[0] == 0 for shape, *_ in alone.workspace)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ REFACTORINGS = {
         FORWARD,
     ),
     "forward: helpers in another order": Edit(
-        r"( +ping_pong = PingPong\(.*\n)( +first_row = functools.*\n)", r"\2\1", FORWARD
+        r"( +ping_pong = PingPong\(.*\n)( +skips_first_steps = .*\n)", r"\2\1", FORWARD
     ),
     "backward: another name": Edit(r"\bdS_address\b", "thread_address", BACKWARD),
     "backward: a bound value": Edit(

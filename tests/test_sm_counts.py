@@ -154,5 +154,5 @@ def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, 
     split = BwdPass("dq+dk+dv", 64, 128, schedule="stream-K", order="early-sums", reuse_registers=True)
     problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
     buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, COSTS, 0, keys))
-    (rows, *_), *_ = buffers.empty[1]
+    (rows, *_), *_ = buffers.workspace[1]
     assert buffers.whole == 0 and rows == buffers.sharers * heads * -(-keys // 128) * 8

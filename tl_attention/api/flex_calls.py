@@ -39,7 +39,7 @@ from tl_attention.problem.options import MAX_SCALE, options_of_terms, saveable
 from tl_attention.problem.program import LEAVES, Call, Program
 from tl_attention.problem.request import Functions, Request, new_request
 from tl_attention.problem.switches import switch
-from tl_attention.torch_ops.attend import attend, attend_again
+from tl_attention.torch_ops.attend import attend, with_derivatives
 from tl_attention.torch_ops.dtensors import Shards, axes_of_rows
 from tl_attention.torch_ops.flex_autograd import Shapes, differentiable, run_forward, transposed
 from tl_attention.torch_ops.ops import check_device_or_warn, in_bf16, scale_of
@@ -343,7 +343,7 @@ def _with_options(
         out, *numbers = attend(of_options)
     else:
         out, *numbers = results
-        out, *numbers = attend_again(of_options, (out.transpose(1, 2) if transposes else out, *numbers))
+        out, *numbers = with_derivatives(of_options, (out.transpose(1, 2) if transposes else out, *numbers))
     return (out.transpose(1, 2) if transposes else out), *numbers
 
 

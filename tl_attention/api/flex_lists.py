@@ -186,9 +186,8 @@ def block_mask_of(
     # A backward has other tensors of the same memory, which is not used anew while a KeptMask has it
     facts = (*blocks, *versions(lists), *map(_place, lists))
     kept = _of_facts.get(facts)
-    tensors = (
-        [x.detach() for x in lists] if kept is None else kept.tensors
-    )  # they do not keep kv_indices alive
+    # These do not keep kv_indices alive
+    tensors = [x.detach() for x in lists] if kept is None else kept.tensors
     size, lengths = tuple(blocks[:2]), tuple(blocks[2:])
     tensors = [*tensors, *[None] * (8 - len(tensors))]
     mask = _block_mask_class()(lengths, *tensors, BLOCK_SIZE=size, mask_mod=mask_mod)

@@ -42,7 +42,7 @@ from tl_attention.problem.options import (
 from tl_attention.problem.request import Request, new_request, or_always
 from tl_attention.problem.target import H200_SMS, sm_count
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
-from tl_attention.torch_ops.attend import checked_options, options_again
+from tl_attention.torch_ops.attend import checked_options, options_with_tensors
 from tl_attention.torch_ops.ops import check_device_or_warn, is_traced, scale_of
 
 _PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
@@ -174,7 +174,7 @@ def flash_attn_with_kvcache(
             learnable_sink=sink, num_splits=num_splits, batch_invariant=batch_invariant,
         )  # fmt: skip
     if known is not None:
-        options = options_again(request, known.options) if known.takes_tensors else known.options
+        options = options_with_tensors(request, known.options) if known.takes_tensors else known.options
         if tree_mask is not None:
             options = options.with_tensors(tree_mask=tree_mask)
     else:

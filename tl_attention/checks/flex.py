@@ -297,9 +297,8 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     """Check attn_bias for q and k [batch, heads, seqlen, head_dim]."""
     expect_tensor("attn_bias", bias)
     expect_local("attn_bias", bias)
-    if (
-        type(bias).__name__ == "CausalBias"
-    ):  # of torch.nn.attention.bias: its memory and its shape are those of no mask
+    # Of torch.nn.attention.bias: its memory and its shape are those of no mask
+    if type(bias).__name__ == "CausalBias":
         raise TypeError(
             "attn_bias: expected a tensor with a value per score, got a CausalBias, which has none; call flash_attn_func(causal=True) in"
             " place of causal_lower_right, and pass a mask_mod that returns q_idx >= kv_idx in place of causal_upper_left"

@@ -34,8 +34,8 @@ from tl_attention.problem.attn_problem import (
 )
 from tl_attention.problem.target import DEFAULT_GPU, SMEM_LIMIT, gpu_slug
 
-# Sections of a tuned table that serve a direction, best first
 PACKAGE = Path(__file__).parents[1]
+# Sections of a tuned table that serve a direction, best first
 SECTIONS: dict[str, tuple[str, ...]] = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
 # Fields that an entry of `tiles` in a search line sets, in order; an entry may have only the first of them
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
@@ -95,7 +95,7 @@ def near_tables(gpu_name: str) -> dict[str, Path]:
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """A tuned table, not to be changed: provenance, and for each of DIRECTIONS its rows by tuning key. No rows if the file is missing."""
+    """A tuned table: provenance, and for each of DIRECTIONS its rows by tuning key; no rows if the file is missing. Do not change it."""
     try:
         file = path.stat()
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def read_tuned(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """The table in a file of this age and size: every lookup of a row reads it, and parsing takes milliseconds."""
+    """The table in a file of this age and size. It is kept, as each lookup of a row needs it and parsing takes milliseconds."""
     return {direction: {} for direction in DIRECTIONS} | json.loads(path.read_text())
 
 
@@ -176,7 +176,7 @@ def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
 
 
 def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Config:
-    """The config of a line or row. Fields it leaves out are derived from the problem."""
+    """The config of a line or row. Fields that it leaves out are derived from the problem."""
     if direction == "fwd":
         return _fwd_config(problem, fields)
     config = BwdConfig.of(fields["passes"])
@@ -199,7 +199,7 @@ def _making_terms(problem: AttnProblem, config: Config, direction: str) -> Confi
 
 
 def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
-    """A forward config. Derived where left out: schedule; q_stages, the most that fit if a CTA has a next tile; term_stages."""
+    """A forward config. Derived if `fields` lack them: schedule, term_stages, and q_stages, the most that fit if a CTA has a next tile."""
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
     if not problem.profits_from_held_max:
         config = config.without_hold_max()
@@ -228,7 +228,7 @@ def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | N
 
 
 def bucket_config(problem: AttnProblem, config: FwdConfig, bucket: str | None) -> FwdConfig:
-    """A forward config made one for a bucket: SPLIT_BUCKET, or FEW_BUCKET if CTAs can share tiles; for others itself."""
+    """The form of a forward config for a bucket: split for SPLIT_BUCKET, stream-K for FEW_BUCKET if CTAs can share tiles, else itself."""
     if bucket == SPLIT_BUCKET:
         return split_config(config)
     return shared_config(problem, config) if bucket == FEW_BUCKET and problem.can_share else config
@@ -257,12 +257,16 @@ def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
 
 @dataclass(frozen=True)
 class OptionLine:
-    """A line of [options] in the grid. It serves problems of its buckets and dtypes, None for all, whose options are all in `serves`.
+    """A line of [options] or [programs] in the grid. It serves problems of its buckets and dtypes whose options are all in `serves`.
 
-    A line of [programs] serves one program, and names it there.
+    Args:
+        name: for example "line 2 of [options.d64] fwd".
+        serves: options; of a line of [programs] the one program that it serves.
+        fields: those of the config.
+        buckets, dtypes: None: all.
     """
 
-    name: str  # line 2 of [options.d64] fwd
+    name: str
     serves: tuple[str, ...]
     fields: dict[str, Any]
     buckets: Sequence[str] | None = None
@@ -329,7 +333,7 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 
 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
-    """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
+    """Legal configs of the grid for a bucket, the default first. SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
     bucket = bucket.removesuffix(f"-{SHARED_HEADS}")
     for line in _class_table(problem, direction)["search"]:
@@ -453,8 +457,8 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
 def choose_invariant(problem: AttnProblem) -> Choice:
     """The choice for a forward whose bits may not depend on the batch: the key blocks of packed sequences, whatever the lengths.
 
-    So a query has the same key blocks in a dense batch, in packed sequences and with keys in pages. Its row max follows its own scores:
-    when it is held depends on the tile. The number of queries per tile is free.
+    So a query has the same key blocks in a dense batch, in packed sequences and with keys in pages. The row max is not held: from which
+    step on it is held depends on the other queries of the tile. The number of queries per tile is free.
     """
     packed = tuple(name for name in OPTION_ARGUMENTS if problem.has(name) or name == "varlen")
     served = problem
@@ -474,9 +478,8 @@ def choose_from_tables(
 ) -> Choice:
     """The config of the first tuned table that has a row, else the default.
 
-    A missing row is replaced by the row of the other dtype, in bwd_det by the row of bwd if that is deterministic, and last by
-    the row of the nearest length; by none if the class has a default for the bucket. A row of another version of the config counts as
-    missing.
+    A missing row is replaced by the row of the other dtype, else in bwd_det by the row of bwd if that is deterministic, else by that of the
+    nearest length. No other length serves if the class has a default for the bucket. A row with fields that configs lack counts as missing.
     """
     misses = []
     stand_ins = () if bucket in _class_table(problem, direction) else _stand_ins(bucket, direction)

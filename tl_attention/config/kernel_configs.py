@@ -21,10 +21,10 @@ from tl_attention.problem.program import stored_dtype
 
 # Schedules: which CTA computes which tile.
 #   grid        one CTA per tile, longest tiles first
-#   persistent  one CTA per SM, computing every ctas-th tile
-#   dynamic     one CTA per SM, drawing the next tile from a counter
-#   stream-K    as persistent; CTAs share the last tiles by their keys, under a causal mask all tiles. Without options and programs,
-#               not in fp32, and under a causal mask without hold_max
+#   persistent  one CTA per SM; it computes every ctas-th tile
+#   dynamic     one CTA per SM; it draws the number of its next tile from a counter
+#   stream-K    as persistent; CTAs share the last tiles by their keys, under a causal mask all tiles. Not with options and programs, in
+#               fp32, nor with hold_max under a causal mask
 SCHEDULES = ("grid", "persistent", "dynamic", "stream-K")
 
 # Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and
@@ -34,16 +34,17 @@ GRADS = ("dq+dk+dv", "dq+dk", "dk+dv", "dk", "dv", "dq")
 # Default depth of the K and V rings of a forward: 3 was searched wherever it fits and never won (bf16, H200, 2026-11-21)
 KV_STAGES = 2
 
-# Number of adjacent cache rows that a kernel may assume: 0: keys without pages; else a divisor of the page size
+# Numbers of adjacent cache rows that a kernel may load at once; 0: keys without pages, else a divisor of the page size
 PAGE_ROWS = (0, 16, 64)
 
-# What divides a decode among CTAs, fitted to an H200 on 2026-11-30 (docs/notes/2026-11-30-items-of-a-decode.md, -equal-splits.md).
-# Key blocks that an equal split has at least, and work units that a CTA has: with fewer, merging takes longer than another CTA saves
+# Constants by which a decode is divided among CTAs, fitted to an H200 on 2026-11-30 (docs/notes/2026-11-30-items-of-a-decode.md,
+# -equal-splits.md).
+# Least number of key blocks of an equal split, and of work units of a CTA: with fewer, merging takes longer than another CTA saves
 MIN_BLOCKS_PER_CTA = 2
 # Bytes of keys and values that an SM reads in the time that an item takes beside them, by consumer warpgroups; fitted at d128
 BYTES_OF_AN_ITEM = {1: 128 * 1024, 2: 192 * 1024}
-# Keys that a CTA may have more than the mean, for equal splits: as many as take about as long as merging the partials of an item, and
-# beyond them a sixteenth of the mean, at most MORE_KEYS
+# Equal splits are taken if no CTA has more keys than the mean plus KEYS_OF_A_MERGE, which take about as long as to merge the partials of
+# an item, plus a sixteenth of the mean, at most MORE_KEYS
 KEYS_OF_A_MERGE, MORE_KEYS = 192, 384
 # Partials of an item from which on the kernel that merges them loads more at a time. More equal splits than that have twice as many key
 # blocks at least
@@ -64,13 +65,14 @@ class FwdConfig:
     schedule: str = "grid"  # one of SCHEDULES
     q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
     split: bool = False  # several CTAs per tile, each with a split of its keys; FwdCombine merges them
-    # Hold each row max after the masked steps; not in fp16. A tile whose row sums overflow is computed again with an updated max
+    # Hold each row max after the masked steps; not in fp16. A tile whose row sums then overflow is computed a second time without it
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
-    # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
+    # fp32: stages in which idle warps make the terms of the inputs beside attention; 0: a kernel before makes them. Not with options and
+    # programs
     term_stages: int = 0
-    # A query's bits follow from its own keys: not with hold_max, split and stream-K. See configs.choose_invariant()
+    # The bits of a query's result depend on its own keys alone: not with hold_max, split and stream-K. See configs.choose_invariant()
     batch_invariant: bool = False
     # Store the largest score of each query: not with hold_max, split and stream-K. See storing_max
     max_logits: bool = False
@@ -103,14 +105,17 @@ class FwdConfig:
         return self.term_stages > 0
 
     def without_hold_max(self) -> FwdConfig:
-        """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
+        """The config for kernels that cannot hold the row max, as in fp16 and with splits.
+
+        ping_pong stays on only with three warpgroups: with two it is faster only beside a held row max.
+        """
         if not self.hold_max:
             return self
         ping_pong = self.ping_pong and self.warpgroups > 2
         return replace(self, hold_max=False, ping_pong=ping_pong)
 
     def paged(self, problem: AttnProblem, page_rows: int) -> FwdConfig:
-        """The config for keys in pages, without a third Q slot; 0: for keys in one tensor.
+        """The config for keys in pages, without a third Q slot. page_rows: one of PAGE_ROWS; 0: keys in one tensor.
 
         Kernels for pages begin at the last key, also where others begin near the diagonal, so a held row max of ALiBi would overflow.
         """
@@ -121,7 +126,7 @@ class FwdConfig:
 
     @property
     def merging(self) -> FwdConfig:
-        """The config for the option `added`: a tile that overflows a held row max, or that CTAs share, would be added twice."""
+        """The config for the option `added`: a tile that is computed twice, or that CTAs share, would be merged twice."""
         schedule = "persistent" if self.schedule == "stream-K" else self.schedule
         return replace(self, hold_max=False, schedule=schedule)
 
@@ -153,25 +158,6 @@ class FwdCombine:
 
     def __str__(self) -> str:
         return f"combine {self.rows}"
-
-
-# Orders of operations in a step of the pass that sums dq.
-#   ""           dq of the previous step is added before dS
-#   early-sums   the same, but for the slots of dS
-#   late-sums    dq of the previous step is added at the end of the step
-#   separate-dS  dS has registers of its own: the product of dV reads P beside it
-#   apart        a third warpgroup computes and adds dq, see kernels/backward/dq_sinks/apart.py;
-#                without reuse_registers dP is computed beside the exponentials, and dV beside dS
-# Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
-DQ_ORDERS = ("", "early-sums", "late-sums", "separate-dS", "apart")
-
-# Schedules of a pass by keys; all but grid need an order that is not "". In fp32 grid, and dynamic in a pass that makes all gradients
-#   grid          one CTA per tile, longest tiles first
-#   dynamic       one CTA per SM, drawing the next tile when one begins; without options
-#   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
-#   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
-#   stream-K      as dynamic-late; CTAs may share the last key tiles by their queries (causal: all). No option but a window or ALiBi
-BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "stream-K")
 
 
 @dataclass(frozen=True)
@@ -213,6 +199,25 @@ def jvp_kernels() -> list[tuple[AttnProblem, JvpConfig]]:
         for width in JVP_TILE_WIDTHS
         for problem in (AttnProblem(dtype, *width, causal) for causal in (False, True))
     ]
+
+
+# Orders of operations in a step of the pass that sums dq.
+#   ""           dq of the previous step is added before dS
+#   early-sums   the same, but for the slots of dS
+#   late-sums    dq of the previous step is added at the end of the step
+#   separate-dS  dS has registers of its own: the product of dV reads P beside it
+#   apart        a third warpgroup computes and adds dq, see kernels/backward/dq_sinks/apart.py;
+#                without reuse_registers dP is computed beside the exponentials, and dV beside dS
+# Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
+DQ_ORDERS = ("", "early-sums", "late-sums", "separate-dS", "apart")
+
+# Schedules of a pass by keys; all but grid need an order that is not "". In fp32 grid, and dynamic in a pass that makes all gradients
+#   grid          one CTA per tile, longest tiles first
+#   dynamic       one CTA per SM, drawing the next tile when one begins; without options
+#   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
+#   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
+#   stream-K      as dynamic-late; CTAs may share the last key tiles by their queries (causal: all). No option but a window or ALiBi
+BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "stream-K")
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # seams.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
 KEY_TABLE_BOX_BYTES = 128  # backward.key_tiles.KeyTileBox with a tile table
-LARGE_BOX_BYTES = (
-    96  # KeyTileBox without a table: with the schedule ordered, or with five counts of query blocks
-)
+# KeyTileBox without a table: with the schedule ordered, or with five counts of query blocks
+LARGE_BOX_BYTES = 96
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode.work.SegmentBox: 2 slots of 10 int32
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.linear_bias.alloc_bias_columns
@@ -91,9 +90,8 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
         rows_v += config.block_M
     smem = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
     if config.schedule != "grid":
-        shares_causal = (
-            config.schedule == "stream-K" and problem.causal
-        )  # its tiles have 10 numbers, padded to 12
+        # A description of causal stream-K has 10 numbers, padded to 12
+        shares_causal = config.schedule == "stream-K" and problem.causal
         smem += TABLE_BOX_BYTES if problem.has("varlen") or shares_causal else TILE_BOX_BYTES
     if config.hold_max:
         smem += HOLD_MAX_BYTES

@@ -20,9 +20,8 @@ from tl_attention.checks.common import (
 from tl_attention.integrations.hf_mask import USE_ANOTHER, Mask
 from tl_attention.tracing.captures import is_vmapped
 
-VARLEN_ROWS = (
-    4  # the first rows of a Mask, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
-)
+# The first rows of a Mask, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
+VARLEN_ROWS = 4
 # Arguments that models pass on to every attention, and on which no result depends
 HARMLESS = frozenset(
     {

@@ -70,9 +70,8 @@ class Mask:
         """Rows for so many queries, which differ from those of the mask if it was made for one query that stands for all."""
         if self.rows is None or self.sizes[1] != 1 or queries == 1 or not self.holds_for_each_query:
             return self.rows
-        times = self.rows.new_tensor(
-            [queries, 1, queries, *[1] * (len(self.rows) - 3)]
-        )  # cu_seqlens_q, seqused_q
+        # Rows 0 and 2 are cu_seqlens_q and seqused_q
+        times = self.rows.new_tensor([queries, 1, queries, *[1] * (len(self.rows) - 3)])
         return self.rows * times[:, None]
 
     def to(self, *args: Any, **options: Any) -> Mask:

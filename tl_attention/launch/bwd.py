@@ -14,8 +14,8 @@ from tl_attention.launch.bwd_kernels import BwdKernels, cached_kernels, goes_by_
 from tl_attention.launch.bwd_passes import (
     MAX_BATCH,
     BwdSizes,
-    KeyPass,
-    QueryPass,
+    KeyPassLaunch,
+    QueryPassLaunch,
     Tables,
     queries_of_tile,
 )
@@ -100,10 +100,10 @@ class BwdPlan:
         if self.packed:
             by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
             results = [(1, shape[0], math.prod(shape[1:]) * dtype.itemsize) for shape, _, dtype in self.grads]
-            sizes = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
             # Nothing is cleared beside a dq that is part of a larger tensor, which only a distributed call may pass
             clearing_ctas = costs.sms if dq.is_contiguous() else 0
-            self.tiles = PackedTiles(kernels.tile_table, *sizes, by_sequence)
+            where = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
+            self.tiles = PackedTiles(kernels.tile_table, *where, by_sequence)
             self.tiles.clear_behind(results, clearing_ctas)
             of_sequences = {
                 "tiles": self.tiles.counts,
@@ -112,14 +112,23 @@ class BwdPlan:
             }
         may_share = not (deterministic and options is not None and options.batch_invariant)
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        gpu = kernels.problem.element_bytes, costs, self.device
-        lengths, width = (seqlen_q, seqlen_k), head_dim + head_dim_v
         sizes = BwdSizes(
-            batch, heads, heads_kv, *lengths, width, *gpu, queries, **of_sequences, may_share=may_share
+            batch,
+            heads,
+            heads_kv,
+            seqlen_q,
+            seqlen_k,
+            width=head_dim + head_dim_v,
+            element_bytes=kernels.problem.element_bytes,
+            costs=costs,
+            device=self.device,
+            queries=queries,
+            may_share=may_share,
+            **of_sequences,
         )
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
-            (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
+            (QueryPassLaunch if bwd_pass.grads == "dq" else KeyPassLaunch)(bwd_pass, kernel, kernels, sizes)
             for bwd_pass, kernel in kernels.passes
         ]
         self._make_views(kernels, tensors, heads_first, partial)
@@ -132,15 +141,15 @@ class BwdPlan:
     def _make_views(
         self, kernels: BwdKernels, tensors: Sequence[torch.Tensor], heads_first: bool, partial: bool
     ) -> None:
-        """Decide how kernels see q, k, v, dout, out, dq, dk, dv, and the terms of fp32 inputs."""
-        self.split = self.partial_views = None
+        """Prepare views of q, k, v, dout, out, dq, dk and dv as the kernels take them, and the terms of fp32 inputs."""
+        self.terms = self.partial_views = None
         *inputs, out, dq, dk, dv = tensors
         if kernels.terms is not None:
             # dq is fp32 and leaves from registers, so without the view of packed sequences
             q, k, v, dout = inputs
             where, first = (kernels.problem, heads_first), self.passes[0]
-            split = terms_launch(kernels.terms, *where, first.attention_tiles, q, dout)
-            self.split = BwdTermsLaunch(split, *where, self.packed, first.stores_key_terms, k, v)
+            query_terms = terms_launch(kernels.terms, *where, first.attention_tiles, q, dout)
+            self.terms = BwdTermsLaunch(query_terms, *where, self.packed, first.stores_key_terms, k, v)
             self.dq_view = ArgumentViews(heads_first, dq)
         if partial:  # a pass by queries stores dq from registers, the others sum it
             tensors = *inputs, out
@@ -183,17 +192,18 @@ class BwdPlan:
             lse, dlse = self.seen.numbers(lse, dlse)
         sink = None if options is None else options.sink
         tensors = q, k, v, dout, out, dq, dk, dv
-        if self.packed and self.split is not None:
+        if self.packed and self.terms is not None:
             tensors = [x[None] for x in tensors]
         q, k, v, dout, out, *grads = self._views_of(tensors)
-        split = None
-        if self.split is not None:
-            split = self.split(*tensors[:4])  # alive until the last launch
+        dq_rows = tensors[5]
+        terms = None
+        if self.terms is not None:
+            terms = self.terms(*tensors[:4])  # alive until the last launch
             if self.adds_dq:
-                tensors[5].zero_()
-            (grads[0],) = self.dq_view.of(tensors[5])
-        if self.unseen:  # queries before those that the key tile goes through
-            tensors[5].narrow(self.query_axis, 0, self.unseen).zero_()
+                dq_rows.zero_()
+            (grads[0],) = self.dq_view.of(dq_rows)
+        if self.unseen:  # queries before the first step of the key tile
+            dq_rows.narrow(self.query_axis, 0, self.unseen).zero_()
         arguments, tables, blocks = (), None, None
         if self.option_values is not None:
             arguments = self.option_values(options)
@@ -207,11 +217,11 @@ class BwdPlan:
         lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
         rows, inputs, call = (lse_log2, delta), (q, k, v, dout), (*grads, softmax_scale)
         first, *others = self.passes
-        if split is None:
+        if terms is None:
             first.launch((*inputs, *rows), *call, arguments, tables, blocks)
         else:
-            inputs, shared = split.others, arguments + split.share
-            first.launch((*split.first, *rows), *call, shared, tables, blocks, split.key_terms)
+            inputs, first_arguments = terms.others, arguments + terms.last_arguments
+            first.launch((*terms.first, *rows), *call, first_arguments, tables, blocks, terms.key_terms)
         for bwd_pass in others:
             bwd_pass.launch((*inputs, *rows), *call, arguments, tables, blocks)
         if traced is not None:
@@ -223,8 +233,9 @@ class BwdPlan:
     def _views_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of q, k, v, dout, out, dq, dk, dv, as the kernels take them."""
         q, k, v, dout, out, dq, dk, dv = tensors
-        lazy = dout.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg()
-        views_of = self.views.replaced if lazy else self.views.of
+        # A negated view's memory has the other sign
+        is_negated = dout.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg()
+        views_of = self.views.replaced if is_negated else self.views.of
         if self.partial_views is None:
             return views_of(*tensors)
         dq_views, key_views = self.partial_views

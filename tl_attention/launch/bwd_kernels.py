@@ -74,19 +74,21 @@ def kernel_key(
 
 
 def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKernels:
+    """Compiled kernels of a key of find_config()."""
     problem, config = find_config(key, direction, config)
     compiled = compile_config(problem, config)
+    of_qk, of_v = problem.sum_problem(problem.head_dim), problem.sum_problem(problem.head_dim_v)
     return BwdKernels(
         problem,
-        compiled[problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()],
-        tuple((bwd_pass, compiled[problem, bwd_pass]) for bwd_pass in config.passes),
-        compiled[problem.sum_problem(problem.head_dim), BwdSum()],
-        compiled[problem.sum_problem(problem.head_dim_v), BwdSum()],
-        compiled.get((problem.sum_problem(problem.head_dim), BwdSum(shared=True))),
-        compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
-        next((compiled[kernel] for kernel in table_kernels(problem)), None),
-        next((compiled[kernel] for kernel in terms_kernels(problem, config.makes_terms)), None),
-        {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
+        delta=compiled[problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()],
+        passes=tuple((bwd_pass, compiled[problem, bwd_pass]) for bwd_pass in config.passes),
+        sum_qk=compiled[of_qk, BwdSum()],
+        sum_v=compiled[of_v, BwdSum()],
+        sum_shared_qk=compiled.get((of_qk, BwdSum(shared=True))),
+        sum_shared_v=compiled.get((of_v, BwdSum(shared=True))),
+        tile_table=next((compiled[kernel] for kernel in table_kernels(problem)), None),
+        terms=next((compiled[kernel] for kernel in terms_kernels(problem, config.makes_terms)), None),
+        reduce={number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
     )
 
 

@@ -80,8 +80,8 @@ def key_sharers(
         mean = (
             tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + sharers * backward.tile)
         )
-        time = max(waves(tiles * sharers) * longest, mean + on_diagonal * backward.tail * longest)
-        return time + (sharers > 1) * (sum_queries + sharers * backward.partial * tiles / sms)
+        rounds = max(waves(tiles * sharers) * longest, mean + on_diagonal * backward.tail * longest)
+        return rounds + (sharers > 1) * (sum_queries + sharers * backward.partial * tiles / sms)
 
     heads_per_sharer = costs.fewest({number: time(number) for number in range(heads_per_kv, 0, -1)})
     return -(-heads_per_kv // heads_per_sharer), heads_per_sharer
@@ -262,7 +262,7 @@ class KeyBuffers:
     """Sums and partials of a pass whose CTAs own keys.
 
     Attributes:
-        empty: arguments of empty() for the sums of dq and the partials of dk and of dv, without rows for a result that has none.
+        workspace: arguments of empty() for the sums of dq, the partials of dk and those of dv; 0 rows for a result that has none.
     """
 
     def __init__(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes):
@@ -316,12 +316,13 @@ class KeyBuffers:
         dq_sum = fragment_blocks(self.sum_rows + counter_rows, problem.head_dim)
         dk_partials = fragment_blocks(rows_k if self.dk_in_partials else 0, problem.head_dim)
         dv_partials = fragment_blocks(rows_k if self.dv_in_partials else 0, problem.head_dim_v)
-        self.empty = dq_sum, dk_partials, dv_partials
+        self.workspace = dq_sum, dk_partials, dv_partials
 
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
-        """Set tiles, their number, counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`.
+        """Set the numbers of tiles and slots of the launch.
 
-        These are units of dq_sinks/round.py of kernels/backward/, or by sequence tiles of the ring of dq_sinks/round_packed.py.
+        tiles: key tiles, each as often as it has sharers. counts: (n_blocks, group_heads, ctas). slots, where the pass rounds dq: units of
+        kernels/backward/dq_sinks/round.py, or by sequence tiles of the ring of round_packed.py beside it.
         """
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.sharers
@@ -333,9 +334,8 @@ class KeyBuffers:
         if config.is_stream_k:
             group_heads = -(-group_heads // self.sharers)  # whole heads
         if config.is_ordered and problem.causal and not sizes.may_share:
-            group_heads = (
-                heads  # the last group adds to dq in another order than those before, see KeyTile.start()
-            )
+            # One group: the last group adds to dq in another order than those before, see KeyTile.start()
+            group_heads = heads
         if self.by_sequence:
             longest = -(-(sizes.longest_rows or max(sizes.seqlen_q, sizes.seqlen_k)) // TABLE_ROWS)
             self.slots = ring_tiles(n_blocks * sizes.heads_kv, longest, sizes.costs)
@@ -393,7 +393,7 @@ def bwd_workspace_bytes(
     numbers = 2 * sizes.batch * heads * sizes.rounded_q
     for bwd_pass in config.passes:
         if bwd_pass.grads != "dq":
-            numbers += sum(math.prod(shape) for shape, *_ in KeyBuffers(bwd_pass, problem, sizes).empty)
+            numbers += sum(math.prod(shape) for shape, *_ in KeyBuffers(bwd_pass, problem, sizes).workspace)
     if tiles:
         numbers += 2 * 2 * (batch + 1) + TABLE_NUMBERS * sum(tiles)
     return 4 * numbers
@@ -407,8 +407,10 @@ class Tables:
     keys: torch.Tensor
 
 
-class QueryPass:
+class QueryPassLaunch:
     """Launch of a pass whose CTAs own queries: it computes dq."""
+
+    attention_tiles, stores_key_terms = None, False  # as in KeyPassLaunch: it makes and stores no terms
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
         batch, heads, heads_per_kv = sizes.batch, sizes.heads, sizes.heads_per_kv
@@ -417,8 +419,6 @@ class QueryPass:
         counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, sizes.costs)
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
-
-    attention_tiles, stores_key_terms = None, False  # see KeyPass
 
     def launch(
         self,
@@ -438,7 +438,7 @@ class QueryPass:
         self.kernel(*inputs, dq, softmax_scale, *self.counts, *options)
 
 
-class KeyPass:
+class KeyPassLaunch:
     """Launch of a pass whose CTAs own keys, and of the kernels that sum its partials."""
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
@@ -473,7 +473,7 @@ class KeyPass:
         key_terms: tuple = (),
     ) -> None:
         buffers = self.buffers
-        dq_sum, dk_partials, dv_partials = [empty(*x) for x in buffers.empty]
+        dq_sum, dk_partials, dv_partials = [empty(*x) for x in buffers.workspace]
         if buffers.adds_dq:
             dq_sum.zero_()
         if buffers.may_be_empty:

@@ -1,4 +1,4 @@
-"""Parts shared by the launches: plan cache, allocation, config lookup, tile counts, tile tables, option arguments."""
+"""Parts that all launches use: plan cache, allocation, config lookup, tile counts, tile tables, option arguments."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ def head_group(
         heads_sharing, shared_bytes: as in tile_counts.
         blocks: tiles per head.
     """
-    parties = heads // heads_sharing
+    sharing_sets = heads // heads_sharing
     filling = math.ceil(least_tiles / (blocks * heads_sharing))
-    least = min(max(l2_bytes // shared_bytes, filling, 1), parties)
-    sizes = range(least, min(2 * least, parties) + 1)
-    return heads_sharing * min(sizes, key=lambda size: -parties % size)
+    least = min(max(l2_bytes // shared_bytes, filling, 1), sharing_sets)
+    sizes = range(least, min(2 * least, sharing_sets) + 1)
+    return heads_sharing * min(sizes, key=lambda size: -sharing_sets % size)
 
 
 def find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
@@ -197,7 +197,7 @@ def compile_config(
 def compile_needed(
     kernels: Sequence[tuple[AttnProblem, KernelConfig]], in_backward: bool = False
 ) -> list[Kernel]:
-    """Compiled kernels of a call, as compile_config."""
+    """Compiled kernels of a call, in the given order. Missing ones are built now, in parallel."""
     return compile_kernels(kernels, lambda: _interrupted(in_backward))
 
 
@@ -320,7 +320,7 @@ class PackedTiles:
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
 
     def clear_behind(self, results: Sequence[tuple[int, int, int]], ctas: int) -> None:
-        """Say what is cleared behind the last sequence: 0 in results, -inf in the log-sum-exp. Called once, before the first table.
+        """Set what a table's kernel clears behind the last sequence: results to 0, log-sum-exps to -inf. Call it once, before table().
 
         Args:
             results: (groups, rows, bytes of a row in a group) of out, or of dq, dk and dv, see arrays.RowWords.
@@ -337,7 +337,8 @@ class PackedTiles:
         """
         table = empty(*self.table_q)
         lse = lse.view(-1, lse.shape[-1]) if self.clearing_ctas else self.unused_lse
-        self._fill(options, step_rows, self.blocks, table, self.unused_table, self.rows.of(out) * 3, lse)
+        rows = self.rows.of(out) * 3  # the kernel clears dk and dv only behind a table of keys
+        self._fill(options, step_rows, self.blocks, table, self.unused_table, rows, lse)
         return table
 
     def tables(

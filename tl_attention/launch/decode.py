@@ -41,9 +41,8 @@ from tl_attention.problem.options import BATCH_INVARIANT, Cache, Options, as_sto
 from tl_attention.problem.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence
-INVARIANT_KEYS = (
-    1024  # keys per split of a batch_invariant decode with v_in_k, which no forward equals bit by bit
-)
+# Keys per split of a batch_invariant decode with v_in_k, which no forward equals bit by bit
+INVARIANT_KEYS = 1024
 TILE_ROWS = 64  # rows per consumer warpgroup
 
 # Place of the sink in the values of options
@@ -154,20 +153,20 @@ class DecodePlan:
         self.merges = dense((entries, MERGE_NUMBERS), torch.int32)
         self.combine = None if rule == -1 else combine  # one split needs no merging
 
-        page_k, rows_k = page_rows_of(k, "k_cache")
-        page_v, rows_v = page_rows_of(v, "v_cache")
+        stride_k, rows_k = page_rows_of(k, "k_cache")
+        stride_v, rows_v = page_rows_of(v, "v_cache")
         self.views = ArgumentViews(False, rows_k, rows_v, packed=True)
         self.pad_q = (0, problem.head_dim - head_dim) if head_dim != problem.head_dim else None
         self.q_strides = dense(q.shape)[1]
         self.out = dense((batch, seqlen_q, heads, problem.head_dim_v), q.dtype)
         self.lse = dense((batch, heads, seqlen_q))
-        given = (
+        given = (  # HAS_SEQLENS, HAS_LEFTPAD and HAS_CACHE_INDEX of kernels/decode/work.py
             isinstance(cache.seqlens, torch.Tensor)
             | (cache.leftpad is not None) << 1
             | (cache.batch_idx is not None) << 2
         )
         self.counts = heads // heads_kv, m_blocks, given
-        self.pages = capacity, page_size, k.shape[0], page_k, page_v, rule, ctas
+        self.sizes = capacity, page_size, k.shape[0], stride_k, stride_v, rule, ctas
         names = problem.options
         self.option_values = OptionValues(names, batch, self.device, decode_arguments(names))
         self.unused_lengths, self.unused_table = _unused_indices(self.device)
@@ -219,7 +218,7 @@ class DecodePlan:
             *self.counts,
             seqlen,
             cache.new,
-            *self.pages,
+            *self.sizes,
             *values,
         )
         if self.combine is not None:

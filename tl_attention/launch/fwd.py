@@ -63,7 +63,7 @@ class FwdKernels(NamedTuple):
 
     kernel: Kernel
     config: FwdConfig
-    max_ctas: int  # without splits
+    max_ctas: int  # most CTAs of a launch without splits
     combine: Kernel | None  # merges the partial outputs of splits
     problem: AttnProblem
     tile_table: Kernel | None  # runs first for packed sequences
@@ -73,6 +73,7 @@ class FwdKernels(NamedTuple):
 def _find_kernels(
     key: tuple, config: FwdConfig | None, copy_rows: int = 0, max_logits: bool = False
 ) -> FwdKernels:
+    """Compiled kernels of a key of find_config(). copy_rows: keys per copy from a page, one of PAGE_ROWS; 0: no pages."""
     problem, config = find_config(key, "fwd", config)
     config = config.paged(problem, copy_rows)
     if max_logits:
@@ -214,11 +215,11 @@ class FwdPlan:
             found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.option_values = OptionValues(names, self.batch, self.device) if names else None
-        self.block, self.shares = (config.block_M, config.block_N), config.schedule == "stream-K"
+        self.block, self.is_stream_k = (config.block_M, config.block_N), config.schedule == "stream-K"
         self.tickets = (
             self.device,
             config.schedule in ("dynamic", "stream-K"),
-            TICKETS + self.sms * self.shares,
+            TICKETS + self.sms * self.is_stream_k,
         )
         self.hold_max = config.hold_max
         if self.packed:
@@ -227,11 +228,11 @@ class FwdPlan:
             self.tiles = PackedTiles(found.tile_table, self.batch, *where)
         self._count_tiles(sizes, options, found, num_splits)
         if self.packed:
-            # out, or the partial results of all splits and heads
+            # Rows of out, or of the partials of all splits and heads
             row_bytes = math.prod(out.shape[2:]) * out.element_size()
             rows = (1, sizes.seqlen_q, row_bytes)
             if self.combine:
-                (*groups, _, columns), *_ = self.partial[0]
+                (*groups, _, columns), *_ = self.partials[0]
                 rows = (math.prod(groups), sizes.seqlen_q, 4 * columns)
             self.tiles.clear_behind([rows], 0 if added else self.sms)
         self._make_views(q, k, v, out, heads_first, found)
@@ -245,8 +246,11 @@ class FwdPlan:
         heads_first: bool,
         found: FwdKernels,
     ) -> None:
-        """Prepare the views of tensors as kernels take them; packed sequences are [1, total, heads, head_dim]."""
-        self.split = None
+        """Prepare views of the tensors as the kernel takes them, and the terms of fp32 inputs.
+
+        Packed sequences are [1, total, heads, head_dim].
+        """
+        self.terms = None
         if self.added:
             self.heads_first = heads_first
             self.views = ArgumentViews(heads_first, q, k, v, packed=self.packed)
@@ -257,15 +261,15 @@ class FwdPlan:
             _, m_blocks, group_heads, ctas = self.arguments
             tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.costs
             attention = AttentionTiles(*tiles) if found.config.makes_terms else None
-            self.split = terms_launch(found.terms, found.problem, heads_first, attention, k, v)
+            self.terms = terms_launch(found.terms, found.problem, heads_first, attention, k, v)
             self.views = ArgumentViews(heads_first, halves(q), packed=self.packed)
-            self.term_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.term_views = ArgumentViews(False, *self.terms.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
     def _count_tiles(
         self, sizes: FwdSizes, options: Options | None, found: FwdKernels, num_splits: int
     ) -> None:
-        """Set the sizes in a launch's arguments, and the shapes of the partial results of splits.
+        """Set the sizes among the arguments of a launch, and the shapes of the partials of splits.
 
         Args:
             num_splits: CTAs that share the keys of a tile; 0: chosen by key_splits, where there are splits.
@@ -288,10 +292,10 @@ class FwdPlan:
                 num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), costs)
             ctas *= num_splits
             shape = num_splits, *sizes.rows
-            # Partial outputs and log-sum-exps, fp32
-            self.partial = dense((*shape, problem.head_dim_v)), dense(shape)
+            # O and Lse of the splits, fp32
+            self.partials = dense((*shape, problem.head_dim_v)), dense(shape)
         self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
-        if self.shares:
+        if self.is_stream_k:
             shares = splits.Sharing(*self.block, problem.causal)
             ctas, self.share_arguments = splits.share_arguments(
                 shares, heads * batch, seqlen_q, seqlen_k, costs, num_splits
@@ -323,39 +327,39 @@ class FwdPlan:
         out, lse = empty(*self.out) if out is None else out, empty(*self.lse) if lse is None else lse
         results = out, lse
         # A kernel with a tensor argument (lse, terms, tickets) runs on the current stream of its device
-        share = ()  # arguments of a kernel that makes terms
-        lazy = q.is_neg() or k.is_neg() or v.is_neg()
-        views_of = self.views.replaced if lazy else self.views.of
+        term_arguments = ()  # of a kernel that makes terms
+        is_negated = q.is_neg() or k.is_neg() or v.is_neg()  # a view whose memory has the other sign
+        views_of = self.views.replaced if is_negated else self.views.of
         if self.pages is not None:
             q_view, out_view = views_of(q, out)
             views = q_view, *self.pages.views.of(k, v), out_view
         else:
-            if self.packed and (self.added or self.split is not None):
+            if self.packed and (self.added or self.terms is not None):
                 q, k, v, out = (x[None] for x in (q, k, v, out))
             if self.added:
                 views = *views_of(q, k, v), out.transpose(1, 2) if self.heads_first else out
-            elif self.split is None:
+            elif self.terms is None:
                 views = views_of(q, k, v, out)
             else:
-                q, (terms, share) = halves(q), self.split(k, v)  # alive until the launch
+                q, (terms, term_arguments) = halves(q), self.terms(k, v)  # alive until the launch
                 views = *self.views.of(q), *self.term_views.of(*terms), *self.out_view.of(out)
-        parts = results if self.combine is None else [empty(*x) for x in self.partial]
+        written = results if self.combine is None else [empty(*x) for x in self.partials]  # by the kernel
         tickets = stream_tickets(*self.tickets)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
         if self.option_values is not None:
             arguments += self.option_values(options)
             if self.packed:
-                arguments = *arguments[:-1], self.tiles.table(options, self.step_rows, *parts)
+                arguments = *arguments[:-1], self.tiles.table(options, self.step_rows, *written)
         if self.pages is not None:
             arguments += (block_table, *self.pages.arguments)
         if traced is not None:
             arguments += traced_arguments(traced)
             if traced.blocks is not None:
                 arguments += traced.blocks.by_queries(*self.block, held=self.hold_max)
-        if self.shares:
+        if self.is_stream_k:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
-        arguments += share
+        arguments += term_arguments
         if self.max_logits:
             largest = empty(*self.lse)
             if self.packed:  # no tile writes the rows behind the last sequence
@@ -365,11 +369,11 @@ class FwdPlan:
             self.kernel(*views, lse, tickets, softmax_scale, unit, *arguments)
             return results
         *qkv, out_view = views
-        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, *arguments)
+        self.kernel(*qkv, *written, tickets, softmax_scale, 1.0, *arguments)
         merged = out_view, lse
         if self.packed:
             merged = out if out.ndim == 4 else out[None], lse[None]
-        self.combine(*parts, *merged, unit)
+        self.combine(*written, *merged, unit)
         return results
 
 

@@ -11,9 +11,8 @@ from tl_attention.problem.program import LISTED_ROWS, Call
 from tl_attention.tracing.program_values import program_values
 
 MAX_BLOCKS = 2**14  # whose bits take 32 MB in each direction
-MAX_UNCOUNTED = (
-    2**8
-)  # blocks of a mask that all get bits, as their 2**22 elements take about the time of the launches that evaluate them
+# Blocks of a mask that all get bits, partial or not: to evaluate their 2**22 elements takes about as long as to launch the kernels for it
+MAX_UNCOUNTED = 2**8
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 # Dimensions of a block's rows (half, warp, upper or lower 8, row) and columns (half, group of 8, pair, column in the pair), in the order
 # of the bits: those of a wgmma thread follow one another, in the order of its registers
@@ -138,9 +137,8 @@ def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequen
         return there.expand(-1, LISTED_ROWS, -1)
     query, key = query.clamp(max=lengths[0] - 1), key.clamp(max=lengths[1] - 1)
     leaves = {"batch": batch, "head": head, "query": query, "key": key}
-    (mask,) = program_values(
-        call, [call.program.mask], leaves
-    )  # a dimension is 1 where the mask does not depend on it
+    # A dimension is 1 where the mask does not depend on it
+    (mask,) = program_values(call, [call.program.mask], leaves)
     return ((mask | whole[:, None, None]) & there).expand(-1, LISTED_ROWS, -1)
 
 
@@ -148,9 +146,8 @@ def _covers(blocks: torch.Tensor, columns: int) -> torch.Tensor:
     """MaskBits.covers of some blocks."""
     words = blocks.view(-1, 2, 32, 4, 2, 1, 1)  # block, half of the rows, row, pair, half of the columns
     two = torch.arange(2, dtype=torch.int32, device=blocks.device)
-    seen = (words >> two[:, None] * 2 + two * 16 & ROW_BITS != 0).any(
-        3
-    )  # .., upper or lower row, quarter of the columns
+    # [.., upper or lower row, quarter of the columns]
+    seen = (words >> two[:, None] * 2 + two * 16 & ROW_BITS != 0).any(3)
     seen = seen.transpose(3, 4).flatten(4).unflatten(4, (LISTED_ROWS // columns, columns // 32)).any(-1)
     return seen.all(3).all(2)
 

@@ -18,10 +18,11 @@ class SeenQueries:
     count: int
 
     def rows(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of the rows of these queries in tensors with an axis of queries."""
         return tuple(x.narrow(self.axis, self.first, self.count) for x in tensors)
 
     def numbers(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Views of their columns in lse or dlse, [batch, heads, seqlen_q]."""
+        """Views of the columns of these queries in lse or dlse, [batch, heads, seqlen_q]."""
         return tuple(x if x is None else x.narrow(-1, self.first, self.count) for x in tensors)
 
     def zero_others(self, dq: torch.Tensor) -> None:
@@ -29,8 +30,9 @@ class SeenQueries:
 
 
 def unseen_queries(batch: int, heads: int, seqlen_q: int, seqlen_k: int, costs: Costs) -> int:
-    """Queries of a causal head that are left out: where they are many, that saves more than two launches take, which set dq to 0 and copy
-    the log-sum-exps.
+    """Number of queries of a causal head that its backward leaves out; 0 where they are few.
+
+    Leaving them out takes two launches more: one sets their dq to 0, one copies the log-sum-exps of the others.
     """
     unseen = max(seqlen_q - seqlen_k, 0)
     return unseen if batch * heads * unseen >= costs.backward.least_unseen else 0

@@ -17,7 +17,7 @@ from tl_attention.problem.attn_problem import (
 )
 from tl_attention.problem.options import Options
 
-MAX_STEPS = 2**31  # the kernel numbers steps by int32, times the number of sharers
+MAX_STEPS = 2**31  # a step's number times the sharers is an int32 in the kernel
 TILE = 128  # queries and keys per tile, assumed before the config is known
 
 
@@ -64,7 +64,7 @@ def pieces_time(
 
     Args:
         step: time of a step.
-        second: cost of the second piece of a CTA; None: that of a CTA.
+        second: cost of the second piece of a CTA; None: costs.forward.tile, as of the first.
     """
     pieces, uneven = -(-sharers // tiles), sharers % tiles > 0
     merged = pieces - 1 + uneven

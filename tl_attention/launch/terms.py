@@ -133,13 +133,13 @@ class InputsOfPasses(NamedTuple):
         first: q, k, v, dout of the first pass, which splits k and v itself.
         others: of the passes after it.
         key_terms: arguments of the first pass, which stores the terms of k and v there for the others.
-        share: last arguments of the first pass.
+        last_arguments: of the first pass, where its idle warps make terms.
     """
 
     first: tuple
     others: tuple
     key_terms: tuple
-    share: tuple
+    last_arguments: tuple
     kept: tuple
 
 
@@ -147,14 +147,14 @@ class BwdTermsLaunch:
     """Splits the inputs of a backward, or has its kernels split them. Serves one thread.
 
     Args:
-        split: launch for q and dout.
+        query_terms: launch for q and dout.
         stores: whether the first of several passes stores the terms of k and v.
         k, v: see TermsLaunch.
     """
 
     def __init__(
         self,
-        split: TermsLaunch,
+        query_terms: TermsLaunch,
         problem: AttnProblem,
         heads_first: bool,
         packed: bool,
@@ -162,8 +162,9 @@ class BwdTermsLaunch:
         k: torch.Tensor,
         v: torch.Tensor,
     ):
-        self.split, self.views = split, ArgumentViews(heads_first, halves(k), halves(v), packed=packed)
-        self.term_views = ArgumentViews(False, *split.empty(), packed=packed)
+        self.query_terms = query_terms
+        self.views = ArgumentViews(heads_first, halves(k), halves(v), packed=packed)
+        self.term_views = ArgumentViews(False, *query_terms.empty(), packed=packed)
         self.sizes = [terms_size(problem, heads_first, x) for x in (k, v)] if stores else []
         self.key_term_views = ArgumentViews(False, *self._empty(), packed=packed) if stores else None
 
@@ -174,8 +175,9 @@ class BwdTermsLaunch:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
     ) -> InputsOfPasses:
         """Inputs for tensors with the metadata of __init__."""
-        terms, share = self.split(q, dout)
+        terms, last_arguments = self.query_terms(q, dout)
         keys, key_terms = (halves(k), halves(v)), self._empty()
         (q, dout), (k, v) = self.term_views.of(*terms), self.views.of(*keys)
         stored = tuple(self.key_term_views.of(*key_terms)) if key_terms else ()
-        return InputsOfPasses((q, k, v, dout), (q, *stored, dout), stored, share, (terms, keys, key_terms))
+        kept = terms, keys, key_terms
+        return InputsOfPasses((q, k, v, dout), (q, *stored, dout), stored, last_arguments, kept)

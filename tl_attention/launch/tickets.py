@@ -1,4 +1,4 @@
-"""Tile counters of kernels with the dynamic schedule, whose CTAs draw the number of their next tile; flags of the schedule stream-K."""
+"""Counters that CTAs draw numbers from, with the schedules dynamic and stream-K, and flags of the schedule stream-K."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 
 import torch
 
-# Counters per device, and rows of flags. When streams and captured launches have used them up, each launch gets a new row, set to 0 by a
-# memset
+# Rows per device, of counters alone and with flags. When streams and captured launches have used them up, each launch gets a new row,
+# which a memset sets to 0
 TICKET_ROWS, FLAG_ROWS = 1 << 15, 1 << 12
 TICKETS = 2  # int32 per row of counters
 _counters: dict[tuple[int, int], TicketCounters] = {}
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 class TicketCounters:
-    """Tile counters of a device: rows of one int32 [n, numbers], zero while no kernel uses them.
+    """Counters of a device, and flags: rows of an int32 [n, numbers], zero while no kernel uses them.
 
     Kernels on one stream share a row, because they run one after the other. A captured launch gets a row of its own, because graphs
     may be replayed concurrently. Streams are told apart by their handles: the default streams of several threads (compiled with
@@ -29,7 +29,7 @@ class TicketCounters:
         thread = threading.Thread(target=self._allocate, args=(device, numbers))
         thread.start()
         thread.join()
-        self.unused = self.rows[0]  # for kernels with another schedule
+        self.unused = self.rows[0]  # for kernels that do not draw
         self.next_row = itertools.count(1)
         self.by_stream: dict[int, torch.Tensor] = {}
 
@@ -38,10 +38,12 @@ class TicketCounters:
         torch.cuda.current_stream(device).synchronize()
 
     def row(self) -> torch.Tensor:
+        """A row that no launch has had."""
         number = next(self.next_row)
         return self.rows[number] if number < self.length else torch.zeros_like(self.rows[0])
 
     def of_current_stream(self, device: int) -> torch.Tensor:
+        """The row of the current stream; a new one for a captured launch."""
         if torch.cuda.is_current_stream_capturing():
             return self.row()
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -51,12 +53,12 @@ class TicketCounters:
         return tickets
 
 
-def stream_tickets(device: int, dynamic: bool, numbers: int = TICKETS) -> torch.Tensor:
-    """Tile counter for a launch on the current stream of a device.
+def stream_tickets(device: int, draws: bool, numbers: int = TICKETS) -> torch.Tensor:
+    """Tickets argument of a launch on the current stream of a device: int32 [numbers].
 
     Args:
-        dynamic: the kernel has the dynamic schedule; else it does not read its counter.
-        numbers: int32 in the counter; with the schedule stream-K one per SM more.
+        draws: the kernel draws from a counter, as with the schedules dynamic and stream-K; else it does not read its tickets.
+        numbers: TICKETS; with the schedule stream-K one flag per SM more.
     """
     counters = _counters.get((device, numbers))
     if counters is None:
@@ -66,4 +68,4 @@ def stream_tickets(device: int, dynamic: bool, numbers: int = TICKETS) -> torch.
         with _lock:
             counters = _counters.get((device, numbers)) or TicketCounters(device, numbers)
             _counters[device, numbers] = counters
-    return counters.of_current_stream(device) if dynamic else counters.unused
+    return counters.of_current_stream(device) if draws else counters.unused

@@ -108,8 +108,9 @@ class Gradients:
         return total.masked_fill_(sums[:, -1] != 0, torch.nan).view(shape)
 
     def _summed(self, number: int, x: torch.Tensor, kernel: Kernel | None) -> torch.Tensor:
-        """Sum of a stored gradient over the dimensions that its tensor is broadcast over: [kept ones, seqlen_q, seqlen_k], in fp32 rounded
-        once to the dtype of x.
+        """Sum of a stored gradient over the dimensions that its tensor is broadcast over: [kept dimensions, seqlen_q, seqlen_k].
+
+        It is added in fp32, and rounded once to the dtype of x.
         """
         _, dropped = _outer_dims(self.call.program, number)
         batch, heads, *matrix = x.shape

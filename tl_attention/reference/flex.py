@@ -44,9 +44,8 @@ def flex_reference(
     with true_fp32(q.device):
         scores = q @ k.mT * softmax_scale
         scores = new_scores(scores, call, first_query)
-        scores = scores.masked_fill(
-            scores < LEAST_SCORE, -math.inf
-        )  # and gradient 0, also in rows without a key
+        # Their gradient is 0, also in rows without a key
+        scores = scores.masked_fill(scores < LEAST_SCORE, -math.inf)
         lse = scores.logsumexp(-1)
         # Not exp(scores - lse), where a large lse has lost the log of the number of keys
         sees_none = (lse == -math.inf)[..., None]

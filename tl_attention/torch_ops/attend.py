@@ -1,4 +1,4 @@
-"""The way of a call without functions of scores, from its Request to a launch or to the ops of torch.
+"""Calls of attention without functions of scores: from a Request to a launch, or to the ops of torch.
 
 A call whose signature is that of an earlier one skips the checks, and finds its launch plan.
 """
@@ -73,10 +73,10 @@ class _KnownCall(NamedTuple):
 
 
 def attend(request: Request) -> Outputs:
-    """(out, lse) of a call, from unchecked arguments but for max_logits; with max_logits (out, lse, max_logits).
+    """Results of a call: (out, lse), with max_logits (out, lse, max_logits). Its arguments are unchecked, except for max_logits.
 
     The signature of a call is all that its checks and its launch plan depend on: metadata of tensors, and numbers with their types, as
-    1, 1.0 and True are equal. It holds no tensor. q is on a GPU; k and v on another device have another index.
+    1, 1.0 and True are equal. It holds no tensor. A device is its index, which suffices as only a q on a GPU has a signature.
     """
     (
         q, k, v, softmax_scale, causal, deterministic, precision, window_size, softcap, dropout_p, slopes, sink, rng_state, num_splits,
@@ -121,7 +121,7 @@ def attend(request: Request) -> Outputs:
     scale = default_scale if softmax_scale is None else softmax_scale
     call = scale, causal, lse_base2, heads_first, deterministic
     if options is not None:
-        options = options_again(request, options) if takes_tensors else options
+        options = options_with_tensors(request, options) if takes_tensors else options
         return run_eagerly(q, k, v, call, options, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return differentiable(call, None, plan, q, k, v)
@@ -138,7 +138,7 @@ def _facts(request: Request) -> tuple:
     tensors = (request.rng_state,)
     if request.lengths is not None:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k = request.lengths
-        # launch_forward clears unused rows; a bound may be a tensor
+        # With seqused_q launch_forward() clears rows; a bound that is a tensor is replaced by the number of rows
         if seqused_q is not None or not (type(max_seqlen_q) is type(max_seqlen_k) is int):
             raise _Unknown
         facts += max_seqlen_q, max_seqlen_k
@@ -164,8 +164,8 @@ def _facts(request: Request) -> tuple:
     return tuple(facts)
 
 
-def options_again(request: Request, options: Options) -> Options:
-    """Options with the tensors of a call whose signature is known. options: those of an earlier call, without its tensors."""
+def options_with_tensors(request: Request, options: Options) -> Options:
+    """Options of a call whose signature is known: those of an earlier call, which lack its tensors, with the tensors of this one."""
     tensors = _per_head(request)
     if request.dropout_p:
         tensors["rng_state"] = _state_of_dropout(request)
@@ -185,7 +185,7 @@ def _per_head(request: Request) -> dict[str, torch.Tensor]:
 
 
 def _attend_new(request: Request, signature: tuple | None) -> Outputs:
-    """(out, lse) of a call that is checked. signature: key under which facts of it are kept; None: nothing is kept."""
+    """Check a call and compute its results. signature: key under which its facts are kept; None: nothing is kept."""
     q, k, v, softmax_scale, causal, deterministic, *_ = request
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
         return _on_shards(request)
@@ -210,22 +210,25 @@ def _attend_new(request: Request, signature: tuple | None) -> Outputs:
     return run_eagerly(q, k, v, call, options, plan)
 
 
-def attend_again(request: Request, results: Outputs) -> Outputs:
-    """(out, lse) of an earlier call of the same request, with derivatives; nothing is computed. Autograd changes them: pass new tensors."""
+def with_derivatives(request: Request, results: Outputs) -> Outputs:
+    """Results of an earlier call of the same request, now with derivatives. Nothing is computed.
+
+    results: new tensors, as autograd changes them.
+    """
     q, k, v, softmax_scale, _, deterministic, *_ = request
     causal, options = checked_options(request, k.shape[0])
     if runs_in_bf16(q, options.parts):
         out, *numbers = results
         half = out.bfloat16(), *numbers
         return in_bf16(
-            lambda q, k, v: attend_again(request._replace(q=q, k=k, v=v, precision=None), half), q, k, v
+            lambda q, k, v: with_derivatives(request._replace(q=q, k=k, v=v, precision=None), half), q, k, v
         )
     call = Call(scale_of(q, softmax_scale), causal, request.lse_base2, request.heads_first, deterministic)
     return run_eagerly(q, k, v, call, None if options.is_off else options, lambda *_: results)
 
 
 def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
-    """Check options; return (causal, options) in canonical form. keys: upper bound of the keys of a packed sequence."""
+    """(causal, options) of a call in canonical form, checked. keys: upper bound of the keys of a packed sequence."""
     q, dropout_p, lengths, batch = request.q, request.dropout_p, {}, request.q.shape[0]
     if request.lengths is not None:
         check_lengths(q, *request.lengths)
@@ -251,7 +254,7 @@ def checked_options(request: Request, keys: int) -> tuple[bool, Options]:
 
 
 def _state_of_dropout(request: Request) -> torch.Tensor:
-    """State of dropout in a launch, contiguous; by default drawn."""
+    """rng_state of a launch, contiguous: that of the call, else a drawn one."""
     if request.rng_state is None:
         return dropout_state_op(request.q) if is_traced() else draw(request.q)
     return request.rng_state.contiguous()

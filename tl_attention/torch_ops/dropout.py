@@ -48,9 +48,8 @@ def _kept() -> Iterator[None]:
     from torch._functorch import config
     from torch.utils.checkpoint import CheckpointPolicy
 
-    region = getattr(
-        traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None
-    )  # torch.autograd.graph.region_activation_memory_budget
+    # Of torch.autograd.graph.region_activation_memory_budget
+    region = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
     budget = (traceback.current_meta.get("custom") or {}).get(region, config.activation_memory_budget)
     mark = CheckpointPolicy.MUST_SAVE if budget > 0 else CheckpointPolicy.PREFER_RECOMPUTE
     traceback.current_meta["recompute"] = mark

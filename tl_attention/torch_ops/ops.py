@@ -283,9 +283,8 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_
     """Gradients of the inputs of fwd_op, by bwd_op."""
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
-    inputs = dict(
-        zip(INPUTS, (q, k, v, *arguments), strict=False)
-    )  # the torch dispatcher leaves out trailing Nones
+    # Not strict: the torch dispatcher leaves out trailing Nones
+    inputs = dict(zip(INPUTS, (q, k, v, *arguments), strict=False))
     if dout is None and dlse is None:
         return (None,) * len(inputs)
     if dout is None:

@@ -187,9 +187,8 @@ class _Evaluation:
             if leaves[dim] is None and not others[dim].is_point:
                 certain = (others[dim].low == others[dim].high) & certain
         low, high = self._blocks_of(value.data, tensor, leaves)
-        if None not in leaves and len({*leaves}) == len(
-            leaves
-        ):  # a view: dimensions in the order of the axes
+        # A view: dimensions in the order of the axes
+        if None not in leaves and len({*leaves}) == len(leaves):
             dims = sorted(range(tensor.ndim), key=lambda dim: AXES[leaves[dim]])
             sizes = {AXES[leaves[dim]]: low.shape[dim] for dim in dims}
             shape = [sizes.get(axis, 1) for axis in range(4)]

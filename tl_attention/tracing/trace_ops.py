@@ -173,9 +173,8 @@ class Builder:
     numbers: list[float | int] = field(default_factory=list)
     number_dtypes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    ties: dict[int, bool] = field(
-        default_factory=dict
-    )  # maximum or minimum -> its first operand has the derivative of a tie
+    # Maximum or minimum -> its first operand has the derivative of a tie
+    ties: dict[int, bool] = field(default_factory=dict)
     reads_sizes: bool = False
 
     def dtype(self, value: int) -> str:
@@ -341,9 +340,8 @@ class _Operation:
         self.builder, self.found, self.node = builder, found, node
         packet = getattr(node.target, "overloadpacket", node.target)
         name = getattr(packet, "__name__", str(packet))
-        self.name = (
-            name.rstrip("_") if not name.startswith("_") else name
-        )  # in place or not: later nodes see the result
+        # In place or not: later nodes see the result
+        self.name = name if name.startswith("_") else name.rstrip("_")
         result = node.meta.get("val")
         if isinstance(result, torch.Tensor) and result.dtype not in DTYPES:
             raise KeyError(f"{self.name} to {result.dtype}")

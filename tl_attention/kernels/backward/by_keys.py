@@ -10,8 +10,8 @@ delta.py computes Lse_log2 and Delta first; sum.py converts dQ_sum to dQ at the 
 each warpgroup adds dQ' = K' dS' of its keys to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored
 (dq_sinks/one_tile.py).
 
-One pass makes all gradients where registers hold dK and dV together, and dQ may be added in any order or the schedule ordered fixes it.
-Else each of several passes makes one or two. Each pass computes S'.
+One pass makes all gradients where registers hold dK and dV together, and dQ may be added in any order or in that of the schedule ordered.
+Else there are several passes, each for one or two gradients. Each pass computes S'.
 """
 
 import functools
@@ -125,24 +125,23 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if not key_pass.shares_dS:  # into a uniform register, of which passes with dQ have none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
         elements = Elements(scores, dropout, mask, scale_log2)
-        # S', P', dP', dS', dK and dV in registers
         step = KeyStep(key_pass, w, key, turn, first_step, tile, blocks, elements, launch, name="step")
 
-        step.take_keys()
-        begin = first_step  # of this warpgroup: the first queries may not see the last 64 keys
+        step.wait_for_keys()
+        begin = first_step  # first step of this warpgroup: a causal mask may hide its 64 keys from the first queries
         if w > 0 and key_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
             key_tiles.skip_steps(smem.Q, smem.dO, first_step, skipped, block_M)
             blocks.skip(skipped)
             begin = first_step + skipped
-        if not scores_first:  # S' of the first step; a step issues that of the next one
+        if not scores_first:  # issue S' of the first step; each step issues that of the next one
             smem.Q.wait(begin)
             step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        step.take_values()  # and clear dK and dV
+        step.wait_for_values()  # and clear dK and dV
 
-        # Order "apart" at d128: compute P', issue dP' and dV, compute dS', issue the next S' and dK. See product_orders.py
+        # For example, order "apart" at d128: compute P', issue dP' and dV, compute dS', issue the next S' and dK. See product_orders.py
         for i in T.serial(begin, first_step + blocks.steps):
             step_body(step, i, begin)
 
@@ -162,14 +161,16 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def consume(w, number, tile_order, launch):
+        """Compute the tiles of a CTA, in warpgroup w: 64 keys of each."""
         smem = launch.smem
         tile = key_tiles.KeyTile(tile_order, block_N, stream_k=config.is_stream_k)
         blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if persistent:
             fill_bias_columns(w, smem.bias_columns, consumers)
-            call = tile, blocks, launch
             smem.tile_box.each_posted(
-                tile, blocks, lambda turn, first_step: differentiate(w, number, turn, first_step, *call)
+                tile,
+                blocks,
+                lambda turn, first_step: differentiate(w, number, turn, first_step, tile, blocks, launch),
             )
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV

@@ -20,7 +20,7 @@ from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
-from tl_attention.kernels.seams.pipeline import alloc_fragments, input_ring, sync_warpgroup
+from tl_attention.kernels.seams.pipeline import alloc_fragments, indices, input_ring, sync_warpgroup
 from tl_attention.kernels.seams.products import (
     alloc_further_terms,
     clear,
@@ -33,7 +33,7 @@ from tl_attention.kernels.seams.products import (
 )
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import Tile, TileCounts, TileOrder
-from tl_attention.kernels.seams.softmax import LOG2E, indices, probabilities, softmax_backward
+from tl_attention.kernels.seams.softmax import LOG2E, probabilities, softmax_backward
 from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.tiles import (
     DenseGradTiles,

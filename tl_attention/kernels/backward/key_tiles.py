@@ -11,7 +11,8 @@ import tilelang.language as T
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.config.round_configs import LAST_WAVES, SIDE_WAVES
 from tl_attention.kernels.scores.mask import Mask
-from tl_attention.kernels.seams.scheduler import Tile, TileBox, TileOrder, indices
+from tl_attention.kernels.seams.pipeline import indices
+from tl_attention.kernels.seams.scheduler import Tile, TileBox, TileOrder
 from tl_attention.kernels.sources.sequence_order import SequenceOrder, SequenceTile
 from tl_attention.problem.attn_problem import TABLE_ROWS, AttnProblem
 
@@ -41,6 +42,7 @@ def key_chunk(block_M: int, head_dim: int, warpgroups: int) -> int:
 
 
 def piece_shape(piece: Piece) -> list[int]:
+    """[rows, columns] of a piece."""
     return [part.stop - part.start for part in piece]
 
 
@@ -68,11 +70,11 @@ def scores_come_first(problem: AttnProblem, config: BwdPass) -> bool:
 def skip_steps(first, second, step, steps, block):
     """Wait for the tiles of two rings in the steps that a warpgroup skips, and release them.
 
-    Waits are the same whether steps are skipped or not. Where they depend on it nvcc takes the warp for diverged, and descriptors in later
-    loops out of uniform registers: 102 R2UR per step of d64.
+    The number of waits does not depend on `steps`. If it did, nvcc would take the warp for diverged, and keep descriptors in later loops
+    out of uniform registers: 102 R2UR per step of d64.
 
     Args:
-        steps: of the `block` rows each; they have at most 64 rows together, rounded up to whole steps.
+        steps: number of skipped steps, of `block` rows each. Together they have at most 64 rows, rounded up to whole steps.
     """
     for i in tuple(range(-(-64 // block))):
         first.wait(step + T.min(i, steps))
@@ -119,7 +121,7 @@ class StreamKOrder(TileOrder):
 
 
 def order_sharers(config: BwdPass, counts: KeyTileCounts) -> Any:
-    """Heads of a key head in terms of TileOrder: the sharers of its tiles, one in a stream-K pass."""
+    """Heads of TileOrder per key head: as many as its tiles have sharers, or one in a stream-K pass."""
     return 1 if config.is_stream_k else counts.sharers
 
 
@@ -132,7 +134,7 @@ def key_order(
     all_heads: Any,
     table: Any,
 ) -> TileOrder:
-    """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_sharers() heads."""
+    """Order of the key tiles of a launch: a TileOrder whose blocks are blocks of keys. A key head has order_sharers() of its heads."""
     order = {
         "longest_first": problem.is_uneven or config.is_ordered,
         "heads": heads,
@@ -282,8 +284,8 @@ class KeyRowsMask:
     Args:
         mask: mask of the sequence.
         key: first key of the tile.
-        relative: count keys from `key`, and read the diagonal from one lane. The sequence lengths then take no registers, which the pass
-            over packed sequences does not have to spare.
+        relative: count keys from `key`, and read the diagonal from one lane. The sequence lengths then take no registers, of which a pass
+            over packed sequences and one in the order apart have none to spare.
     """
 
     def __init__(self, mask: Mask, key: Any, relative: bool, name: str = "key_rows_mask"):

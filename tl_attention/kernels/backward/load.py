@@ -27,9 +27,9 @@ def key_step(config: BwdPass, turn: Any, w: int) -> Any:
 class KeyTileProducer:
     """The warps of a CTA that load its tiles and, if it computes several, draw them.
 
-    With the schedule dynamic the producer loads K and V, and the next tile is drawn when a tile begins. With dynamic-late the warp that
-    draws tiles loads their K and V, and draws the next when the producer has issued all loads of one. A tile drawn early waits for its CTA,
-    which costs up to 4 % in long loops; the later draw costs 2 to 4 % at 1k keys (H200, 2026-11-22).
+    With the schedule dynamic the producer loads K and V, and the next tile is drawn when a tile begins. With dynamic-late, ordered and
+    stream-K the warp that draws tiles loads their K and V, and draws the next one when the producer has issued all loads of a tile. A tile
+    drawn early waits for its CTA, which costs up to 4 % in long loops; the later draw costs 2 to 4 % at 1k keys (H200, 2026-11-22).
 
     Args:
         lengths: (seqlen_q, seqlen_k).
@@ -52,10 +52,12 @@ class KeyTileProducer:
 
     @property
     def late(self) -> bool:
+        """True if tiles are drawn as with dynamic-late."""
         return self.config.draws_late
 
     @property
     def policy(self) -> str | None:
+        """L2 eviction policy of K and V; None: the default."""
         return key_policy(self.problem, self.config)
 
     @property
@@ -97,7 +99,7 @@ class KeyTileProducer:
 
     @T.inline
     def load(self, turn, first_step, tile, blocks):
-        """Load Q, dO, Lse_log2 and Delta of each query block; K and V once, unless the schedule is dynamic-late."""
+        """Load Q, dO, Lse_log2 and Delta of each query block, and K and V once, unless the warp that draws tiles loads these."""
         tiles, smem, block_M = self.tiles, self.smem, self.config.block_M
         if self.config.makes_terms:
             for i in T.serial(self.counts.heads_per_kv):
@@ -144,7 +146,7 @@ class KeyTileProducer:
                 self.load(0, 0, tile, blocks)
 
     @T.inline
-    def walk(self, visit, begin=None, end=None):
+    def each_step(self, visit, begin=None, end=None):
         """Call visit(step, tile, blocks) for each step of each tile that schedule() describes, in a warp that is none of the consumers'.
 
         begin, end: called with the turn and the tile, before and after the steps of a tile.
@@ -153,12 +155,12 @@ class KeyTileProducer:
         blocks = self.blocks(tile)
         calls = visit, begin, end
         self.smem.tile_box.each_posted(
-            tile, blocks, lambda turn, first_step: self.walk_tile(turn, first_step, tile, blocks, *calls)
+            tile, blocks, lambda turn, first_step: self.each_step_of(turn, first_step, tile, blocks, *calls)
         )
 
     @T.inline
-    def walk_tile(self, turn, first_step, tile, blocks, visit, begin, end):
-        """walk() through one tile."""
+    def each_step_of(self, turn, first_step, tile, blocks, visit, begin, end):
+        """each_step() for one tile."""
         self.smem.tile_box.release(turn)
         if begin is not None:
             begin(turn, tile)
@@ -185,7 +187,14 @@ class KeyTileProducer:
         dq = self.smem.dq
         # A CTA draws its first tile, too, where tiles wait for others, so it waits only for CTAs that run
         stream = TileStream(
-            "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, dq.tiles_wait
+            "dynamic",
+            number,
+            self.order,
+            self.counts.ctas,
+            self.tickets,
+            tile_box=None,
+            overflows=None,
+            all_drawn=dq.tiles_wait,
         )
         turn = T.alloc_var("int32", init=0)
         if dq.tiles_wait:

@@ -58,7 +58,7 @@ class KeyPass:
 
     @property
     def keeps_rest(self) -> bool:
-        """True if P' in fp32 comes back from its rounded value and the bits cut off, as dP' takes its registers: see cuda/rest.cuh."""
+        """True if P' in fp32 is restored from its rounded value and the bits cut off, as dP' takes its registers: see cuda/rest.cuh."""
         return self.config.reuse_registers and self.makes_dk and not self.problem.is_fp32
 
     def function_of_rest(self, name: str) -> str:
@@ -78,7 +78,10 @@ class KeyPass:
 
     @property
     def separates_P(self) -> bool:
-        """True if P' for dV has registers of its own, as dS' is made in those of another P': dV's has dropout, dS's the softcap's slope."""
+        """True if P' for dV has registers of its own, as dS' is made in those of another P'.
+
+        P' for dV has dropout, and P' for dS' has the slope of the softcap.
+        """
         return self.stages_P or (self.config.reuse_registers and self.makes_dv and self.problem.is_sloped)
 
     @property
@@ -99,9 +102,10 @@ class KeyPass:
 
     @property
     def hides_raw(self) -> bool:
-        """True if raw scores of a program are masked: those of -inf stay so if it changes none, or adds a value per diagonal.
+        """True if the mask of a program sets raw scores to -inf, before the program changes them.
 
-        Not for such values in steps of 64 queries, where it spills (d128, nvcc 13.0.88).
+        Such scores stay -inf if the program changes none, or adds a value per diagonal; the latter only in steps of 128 queries, as it
+        spills in steps of 64 (d128, nvcc 13.0.88).
         """
         adds = self.problem.is_diagonal_bias and self.config.block_M == 128
         return self.shares_dS and (self.problem.is_mask_of_bits or adds)

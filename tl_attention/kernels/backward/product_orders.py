@@ -1,8 +1,8 @@
 """Orders of a step of the backward by keys: each is a list of the products and waits of a step, from its S' to its last product.
 
-A prime is a transpose. At the beginning of a step its S' = K Q' is in flight, from the step before, unless the order begins with it.
-Products are issued, and run beside what follows until a wait. wait_all_but("dV") waits until at most dV is in flight. Registers decide: dP'
-takes those of S', and dS' those of P', or they have their own.
+A prime is a transpose. At the beginning of a step its S' = K Q' is in flight, issued by the step before, unless the order begins with it.
+A product that is issued runs beside what follows until a wait. wait_all_but("dV") waits until at most dV is in flight. Registers decide
+which orders are possible: dP' takes those of S', and dS' those of P', or each has its own.
 
 Tensor cores work in the order of issue. dS' is shared first, as dQ waits for it. S' of the next step comes before dK in the orders "",
 early-sums and late-sums, and in apart with reuse_registers. Elsewhere that gained nothing, cost spills, or was not tried
@@ -21,7 +21,7 @@ import tilelang.language as T
 
 from tl_attention.kernels.backward.key_tiles import scores_come_first
 from tl_attention.kernels.backward.passes import KeyPass
-from tl_attention.kernels.seams import products as fp32
+from tl_attention.kernels.seams import products as tile_products
 
 
 def step_body_of(key_pass: KeyPass) -> Callable[..., None]:
@@ -230,17 +230,17 @@ def dv_by_block(step, i, begin):
     step.exponentiate(i)
     smem.dO.wait(i)
     jobs = step.dv_jobs(i)
-    fp32.start_jobs(products, jobs, sums)
+    tile_products.start_jobs(products, jobs, sums)
     if step.config.reuse_registers:
-        fp32.continue_jobs(products, jobs, sums, 2)
-        fp32.finish_jobs(products, jobs, sums, 0)
+        tile_products.continue_jobs(products, jobs, sums, 2)
+        tile_products.finish_jobs(products, jobs, sums, 0)
     smem.Q.release(i)  # as in dv_alone
     step.fetch_next(i)
     if not step.config.reuse_registers:
-        fp32.continue_jobs(products, jobs, sums, 2)
+        tile_products.continue_jobs(products, jobs, sums, 2)
     step.start_next_scores(i)
     if not step.config.reuse_registers:
-        fp32.finish_jobs(products, jobs, sums, len(products))
+        tile_products.finish_jobs(products, jobs, sums, len(products))
     step.advance()
 
 
@@ -253,14 +253,14 @@ def fp32_by_block(step, i, begin):
     step.exponentiate(i)
     T.wait_wgmma(0)  # dP'
     dv_jobs = step.dv_jobs(i)
-    fp32.start_jobs(products, dv_jobs, sums)
+    tile_products.start_jobs(products, dv_jobs, sums)
     step.compute_fp32_dS(i)
     step.split_dS(i)
     step.share_terms_of_dS()
     jobs = (*dv_jobs, *step.dk_jobs(i), *step.dq_jobs())
-    fp32.continue_jobs(products, jobs, sums, min(len(dv_jobs), 2))
+    tile_products.continue_jobs(products, jobs, sums, min(len(dv_jobs), 2))
     step.start_next_scores(i)
-    fp32.finish_jobs(products, jobs, sums, len(products))
+    tile_products.finish_jobs(products, jobs, sums, len(products))
     smem.dO.release(i)
     step.advance()
 
@@ -278,9 +278,9 @@ def fp32_dk(step, i, begin):
     step.split_dS(i)
     if step.key_pass.by_block:
         jobs = step.dk_jobs(i)
-        fp32.continue_jobs(products, jobs, sums, 0)
+        tile_products.continue_jobs(products, jobs, sums, 0)
         step.start_next_scores(i)
-        fp32.finish_jobs(products, jobs, sums, len(products))
+        tile_products.finish_jobs(products, jobs, sums, len(products))
     else:
         step.start_dk(i)
         step.start_next_scores(i)
@@ -296,9 +296,9 @@ def fp32_reusing(step, i, begin):
     step.start_dp(i)
     if step.key_pass.makes_dv:
         dv_jobs = step.dv_jobs(i)
-        fp32.start_jobs(products, dv_jobs, sums)
-        fp32.continue_jobs(products, dv_jobs, sums, 2)
-        fp32.finish_jobs(products, dv_jobs, sums, 0)
+        tile_products.start_jobs(products, dv_jobs, sums)
+        tile_products.continue_jobs(products, dv_jobs, sums, 2)
+        tile_products.finish_jobs(products, dv_jobs, sums, 0)
     T.wait_wgmma(0)  # dP'
     smem.dO.release(i)
     step.compute_fp32_dS(i)
@@ -306,9 +306,9 @@ def fp32_reusing(step, i, begin):
     if step.key_pass.by_block:
         step.share_terms_of_dS()
         jobs = (*step.dk_jobs(i), *step.dq_jobs())
-        fp32.continue_jobs(products, jobs, sums, 0)
+        tile_products.continue_jobs(products, jobs, sums, 0)
         step.start_next_scores(i)
-        fp32.finish_jobs(products, jobs, sums, len(products))
+        tile_products.finish_jobs(products, jobs, sums, len(products))
     else:
         step.start_dk(i)
         step.start_next_scores(i)
@@ -331,9 +331,9 @@ def fp32_one_sum_reusing(step, i, begin):
     step.start_dk(i)
     step.share_terms_of_dS()
     jobs = step.dq_jobs()
-    fp32.continue_jobs(products, jobs, sums, 0)
+    tile_products.continue_jobs(products, jobs, sums, 0)
     step.start_next_scores(i)
-    fp32.finish_jobs(products, jobs, sums, len(products))
+    tile_products.finish_jobs(products, jobs, sums, len(products))
     step.advance()
 
 
@@ -351,9 +351,9 @@ def fp32_one_sum(step, i, begin):
     step.start_dk(i)
     step.share_terms_of_dS()
     jobs = step.dq_jobs()
-    fp32.continue_jobs(products, jobs, sums, 0)
+    tile_products.continue_jobs(products, jobs, sums, 0)
     step.start_next_scores(i)
-    fp32.finish_jobs(products, jobs, sums, len(products))
+    tile_products.finish_jobs(products, jobs, sums, len(products))
     step.wait_all_but("dK", "S")  # dV
     smem.dO.release(i)
     step.advance()

@@ -81,9 +81,10 @@ def alloc_smem_tiles(
     dk_shape = [64, problem.head_dim]
     has_dk = persistent and not problem.is_fp32  # fp32 leaves from registers
     stores_tiles = config.adds_dq and not problem.sends_dS
-    walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
+    # Warps beside the consumers' that read the box: two that keep the order of additions, one that stores dQ, four that compute it
+    other_readers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
-    box = consumer_warps + walkers, has_table, late, ordered, config.has_five_counts(problem)
+    box = consumer_warps + other_readers, has_table, late, ordered, config.has_five_counts(problem)
     Q = TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, terms=terms)
     dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", terms=terms)
     P = (

@@ -20,8 +20,8 @@ from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.scores.dropout import Dropout
 from tl_attention.kernels.scores.options import OptionArguments, Scores
 from tl_attention.kernels.seams import products as tile_products
-from tl_attention.kernels.seams.pipeline import alloc_fragments, share, wait_for_stores
-from tl_attention.kernels.seams.softmax import indices, probabilities, softmax_backward
+from tl_attention.kernels.seams.pipeline import alloc_fragments, indices, share, wait_for_stores
+from tl_attention.kernels.seams.softmax import probabilities, softmax_backward
 from tl_attention.kernels.seams.split_tile import split_tile
 
 
@@ -46,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Elements:
-    """Parts that P' and dS' of a tile are computed with, besides S' and dP'."""
+    """Changes of scores, dropout and mask, with which P' and dS' of a tile are computed from S' and dP'."""
 
     scores: Scores
     dropout: Dropout
@@ -60,8 +60,8 @@ class KeyStep:
 
     Args:
         key: first of the 64 keys.
-        turn: number of the CTA's tile.
-        first: its first step, counted through all tiles of the CTA.
+        turn: number of the tile in its CTA.
+        first: first step of the tile, counted through all tiles of the CTA.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class KeyStep:
         self.heads, self.softmax_scale = launch.heads, launch.softmax_scale
         self.scores, self.dropout, self.mask = elements.scores, elements.dropout, elements.mask
         self.scale_log2, self.products = elements.scale_log2, problem.products
-        # Ring that the last GEMM of a step reads
+        # Ring that the last product of a step reads
         self.last_read = launch.smem.Q if key_pass.makes_dk else launch.smem.dO
         self.steps_before = 0 if problem.program is None else first  # steps of other tiles
-        # Sums of diagonals are added beside the next S'; not in steps of 64 queries, 6.26 ms in place of 5.81 (d128, H200, 2026-11-23)
+        # Sums of diagonals are added beside the next S', but not in steps of 64 queries: 6.26 ms in place of 5.81 (d128, H200, 2026-11-23)
         self.adds_learned_late = config.block_M == 128
 
         block_M, reuse, terms = config.block_M, config.reuse_registers, problem.terms
@@ -98,7 +98,7 @@ class KeyStep:
         self.P_for_dv = (
             T.alloc_fragment(tile_shape, problem.dtype_of("p")) if key_pass.separates_P else self.P
         )
-        # What rounding to P cuts off
+        # Bits that rounding to P cuts off
         self.rest = T.alloc_local([config.block_M // 8], "uint32") if key_pass.keeps_rest else None
         self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
         # dS' [keys, queries]
@@ -130,7 +130,7 @@ class KeyStep:
         return (self.smem.P[self.w],) if self.key_pass.stages_P else self.P_terms
 
     def wait_all_but(self, *products: str) -> Any:
-        """Wait until at most the products of these names, which were issued last, are in flight."""
+        """Wait until no products but these, which were issued last, are in flight."""
         counts = {
             "S": len(self.products) + self.config.has_linear_bias(self.problem),
             "dP": len(self.products) * self.key_pass.makes_dk,
@@ -145,10 +145,10 @@ class KeyStep:
         return key_step(self.config, self.turn, self.w)
 
     @T.inline
-    def take_keys(self):
+    def wait_for_keys(self):
         """Wait for K; if the consumers compute dQ, for K of all warpgroups."""
         config, late_dq = self.config, self.key_pass.makes_dq_late
-        # Cleared, or nvcc keeps S' and dQ from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
+        # Cleared: else nvcc keeps S' and dQ from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
         if config.is_persistent:
             tile_products.clear((*(self.dq.acc_dq if late_dq else ()), self.acc_s))
         for other in tuple(range(config.warpgroups)) if late_dq else (self.w,):
@@ -158,7 +158,7 @@ class KeyStep:
             split_tile(self.problem, self.w, self.smem.K, self.key_step, terms)
 
     @T.inline
-    def take_values(self):
+    def wait_for_values(self):
         """Wait for V, unless the first step does, and begin the sums of dK and dV."""
         if self.key_pass.makes_dk:
             if not self.waits_for_V_late:
@@ -236,7 +236,7 @@ class KeyStep:
 
     @T.inline
     def exponentiate(self, step):
-        """Compute P' = exp2(S' - lse), in fp32 and as operands of dV and dK."""
+        """Compute P' from S', in fp32 and as an operand of dV."""
         self.replace_scores(step)
         reuse, key_pass = self.config.reuse_registers, self.key_pass
         if self.problem.terms > 1:
@@ -319,7 +319,7 @@ class KeyStep:
 
     @T.inline
     def drop_dp(self):
-        """Apply dropout to dP'."""
+        """Apply dropout to dP': set it to 0 for dropped weights, and scale it for kept ones as the forward scales these."""
         self.dropout.drop(self.acc_dp)
         self.dropout.scale_kept(self.acc_dp)
 

@@ -9,10 +9,9 @@ import tilelang.language as T
 from tl_attention.config.kernel_configs import BwdPass
 from tl_attention.kernels.backward.dq_sinks.round import key_policy
 from tl_attention.kernels.backward.passes import KeyPass
-from tl_attention.kernels.seams.pipeline import sync_warpgroup, wait_for_stores
+from tl_attention.kernels.seams.pipeline import indices, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.seams.products import scale
 from tl_attention.kernels.seams.row_stores import store_columns
-from tl_attention.kernels.seams.softmax import indices
 from tl_attention.problem.attn_problem import AttnProblem
 
 
@@ -34,7 +33,7 @@ def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
 
 
 def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
-    """True if the CTA has partial gradients of the tile."""
+    """True if several CTAs compute the tile, so that this one has partial gradients."""
     return tiles.shared_number(tile) >= 0 if config.is_stream_k else counts.sharers > 1
 
 
@@ -51,16 +50,13 @@ def store_gradients(
 ):
     """Scale dK and dV, and store them through smem tiles, in fp32 from registers.
 
-    They are stored as partials if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
+    They are stored as partials if several CTAs share the query heads or the tile, with the option `partial`, and in fp32 with packed
+    sequences.
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
-    problem, config, makes_dk, makes_dv = (
-        key_pass.problem,
-        key_pass.config,
-        key_pass.makes_dk,
-        key_pass.makes_dv,
-    )
+    problem, config = key_pass.problem, key_pass.config
+    makes_dk, makes_dv = key_pass.makes_dk, key_pass.makes_dv
     counts, tiles, smem = launch.counts, launch.tiles, launch.smem
     # TileLang 0.1.15 names the kernel argument after the variable that was bound to it last
     softmax_scale = launch.softmax_scale

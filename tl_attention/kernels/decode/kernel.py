@@ -1,14 +1,14 @@
 """Attention of a few queries per sequence to a long cache of keys and values, for Hopper.
 
 The kernel is bound by memory: it reads each byte of the cache once. The queries of all heads that share a key head are the rows of its
-tiles (packed GQA). Persistent CTAs divide the work units of all sequences and key heads evenly (work.py). Units are key blocks and the
-time beside them, so that CTAs share all keys, or splits of a sequence's keys where that is as even: the splits over keys of
-Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA, with or without pages. Each
+tiles (packed GQA). The keys are split over CTAs as in Flash-Decoding (Dao et al. 2023), and CTAs are persistent as in FlashMLA: work.py
+divides the work of all sequences and key heads evenly among them. A producer warp loads key blocks by TMA, with or without pages. Each
 consumer warpgroup computes 64 rows by online softmax. With v_in_k (multi-head latent attention: V is the first columns of K) all
 warpgroups compute S of the same 64 rows, and each its own columns of O.
 
-If several CTAs share an item, each writes a partial, O and lse in fp32, and combine.py merges the partials. Merging in the last CTA
-that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
+An item is the query rows of one sequence and key head, block_M at most. If several CTAs share an item, each writes a partial, O and lse in
+fp32, and combine.py merges the partials. Merging in the last CTA that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads,
+8 sequences of 2k keys, 2026-11-21).
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ PASS_CONFIGS = {
     # No index leaves its tensor, and bounds checks would make each load wait for the previous one
     "tl.disable_safe_memory_legalize": True,
 }
-# Registers per thread of (the producer, the consumers), by consumer warpgroups. 72 + 2 * 216 = 3 * 168, what the threads have at launch,
-# as in pipeline.VARLEN_REGISTERS
+# Registers per thread of (the producer, the consumers), by consumer warpgroups. 72 + 2 * 216 is 3 * 168, which the three warpgroups have at
+# launch; see pipeline.VARLEN_REGISTERS
 REGISTERS = {2: (72, 216)}
 
 
@@ -111,11 +111,11 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         K, V: the rows of all caches or pages one after the other, in the view of tiles.packed.
         Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity: see KeyRanges.
         Table, page_size, num_pages, stride_k, stride_v: see CachePages. config.page_rows is 0 without pages.
-        O_parts: float32 [slots, warpgroups, rows, columns], rows = min(seqlen_q * heads_per_kv, 64). Slots: CTAs + items, or with
-            split_rule != 0 all splits. With v_in_k warpgroups are slices of columns, and each writes the same lse.
-        Lse_parts: float32 [slots, warpgroups, rows], base 2.
+        O_parts: partial O, float32 [slots, warpgroups, rows, columns], rows = min(seqlen_q * heads_per_kv, 64). Slots: CTAs + items, or
+            with split_rule != 0 all splits. With v_in_k warpgroups are slices of columns, and each writes the same lse.
+        Lse_parts: partial Lse, float32 [slots, warpgroups, rows], base 2.
         Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for combine.py. One entry per item, or, if split_rule is 0 and
-            items are more than CTAs, one per CTA, for the item whose first partial it computes. parts < 2: nothing to merge.
+            items are more than CTAs, one per CTA, for the item whose first partial it computes. Field parts < 2: nothing to merge.
         heads_per_kv, m_blocks: query heads per key head, query blocks of block_M rows per key head.
         softmax_scale, lse_unit: float32; ln 2 makes Lse natural.
         split_rule, ctas: see work.py; CTAs of the grid.
@@ -169,7 +169,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def load(cta, K, V, ranges, pages, sizes, smem):
-        """Producer warp: post the segments of this CTA and load their key blocks."""
+        """Post the segments of this CTA and load their key blocks, in the producer warp."""
         work = WorkShare(ranges, sizes)
         work.start(cta)
         lookup = PageLookup(pages, config.page_rows) if config.page_rows else None
@@ -226,7 +226,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             T.wgmma_gemm(me.P, smem.V[me.segment.step[0]], me.acc_o, policy=row_wise)
 
     def hides_keys(first_key: Any, length: Any, options: OptionArguments) -> Any:
-        """True if a key of a block is past the end, right of the first query's window, left of the last query's, or a node of the tree."""
+        """True if keys of a block may be hidden: past the end, right of the first query's window, left of the last one's, in the tree."""
         hides = (
             (first_key + block_N > length)
             | (first_key + block_N - 1 > length - seqlen_q + options.right)
@@ -267,7 +267,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def attend_overlapped(me, smem, arguments):
-        """Compute O, row max and row sum of a segment; S of each key block overlaps with PV of the block before, that of segment.step."""
+        """Compute O, row max and row sum of a segment, with S of each key block beside PV of the block before."""
         segment = me.segment
         start_qk(me, smem)
         T.wait_wgmma(0)
@@ -275,7 +275,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         weigh(me, block_start(segment, 0), segment.length[0], smem.rows, arguments)
         T.copy(me.acc_s, me.P)
         T.clear(me.acc_o)
-        for i in rolled(segment.steps[0] - 1):
+        for i in rolled(segment.steps[0] - 1):  # PV of the block of segment.step
             start_qk(me, smem, ahead=1)
             start_pv(me, smem)
             T.wait_wgmma(1)  # S is complete
@@ -316,9 +316,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     def add_sink(me, lse, sink_lse, sinks):
         """Add the sink to the row sum: lse = log2(2^lse + 2^sink), and scale O accordingly.
 
-        Only for whole items: a partial must not contain the sink. sinks: base 2. sink_lse: scratch.
+        Only for whole items: a partial must not contain the sink. sinks: base 2. sink_lse: scratch for the new lse.
         """
-        # lse and sink may both be -inf, whose difference is NaN
+        # lse and sink may both be -inf, and -inf - -inf is NaN
         for i in T.Parallel(64):
             sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
             sink_lse[i] += T.log2(T.exp2(lse[i] - sink_lse[i]) + T.exp2(sinks[me.w, i] - sink_lse[i]))
@@ -366,7 +366,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def consume(w, cta, smem, arguments):
-        """Consumer warpgroup w: for each segment gather the query rows, attend to its key blocks, store the item or a partial of it."""
+        """For each segment gather the query rows, attend to its key blocks, and store the item or a partial of it, in warpgroup w."""
         acc_s = T.alloc_fragment([64, block_N], "float32")
         P = T.alloc_fragment([64, block_N], dtype_of("p"))
         acc_o = T.alloc_fragment([64, columns], "float32")
@@ -388,7 +388,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         if scores.raw:  # the row max is a maximum of raw scores, so a negative scale becomes -Q and |scale|
             if arguments.softmax_scale < 0:
                 sign = -1.0
-        # The entry of a CTA merges nothing unless a segment below fills it. The first part of each item fills the entry of an item
+        # The entry of a CTA merges nothing unless one of its segments fills it. An entry of an item is always filled, by its first segment
         if w == 0:
             if arguments.entry_per_cta & (T.get_thread_binding() == 0):
                 arguments.Merges[cta, MERGE_FIELDS.index("parts")] = 0
@@ -415,7 +415,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 store_result(me, lse, rows, arguments)
             else:
                 store_partial(me, lse, arguments)
-            # Only the first part of an item has an entry
+            # Only the first segment of an item has an entry
             if w == 0:
                 if (segment.field("entry") >= 0) & (T.get_thread_binding() == 0):
                     for number, name in enumerate(MERGE_FIELDS):

@@ -55,8 +55,8 @@ class KeySource:
         tensor: dtype, rows of all caches or pages one after the other, in the view of tiles.packed.
         stride: rows from the start of a page or cache to the next.
         width: columns of a tile of the ring.
-        end: variable, row of the tensor after the last key of a sequence or page. [FAR, end, FAR - n + i] is row i of the n rows before row
-            end, in the view of tiles.packed; TMA reads 0 past `end`.
+        end: variable: row of the tensor after the last key of a sequence or page. In the view of tiles.packed, [FAR, end, FAR - n + i] is
+            row i of the n rows before `end`, and TMA reads 0 from `end` on.
     """
 
     tensor: Any
@@ -101,7 +101,7 @@ class KeyLoader:
 
     @T.inline
     def start_segment(self, work):
-        """Without pages, set the ends of the sources, which hold for all key blocks of a segment."""
+        """Set the ends of the sources, which without pages are the same for all key blocks of a segment."""
         if not self.config.page_rows:
             self.cache[0] = self.ranges.cache(work.b[0])
             self.leftpad[0] = self.ranges.leftpad(work.b[0])
@@ -135,7 +135,7 @@ class KeyLoader:
         block = i % blocks_per_lookup
         first_lane = block * len(copies)
         is_first = block == 0
-        if self.config.batch_invariant:  # from the last block of a lookup on
+        if self.config.batch_invariant:  # blocks come from the last to the first
             is_first = (block == blocks_per_lookup - 1) | (i == work.steps[0] - 1)
         if is_first:
             self.lookup.read(work.b[0], first_key - block * self.config.block_N, work.length[0])
@@ -176,5 +176,5 @@ class KeyLoader:
 
 
 def range_of(columns: int, chunk: int) -> tuple[int, ...]:
-    """First column of each chunk; a tuple, since TileLang makes a loop of a range."""
+    """First column of each chunk: a tuple, since TileLang makes a loop of a range."""
     return tuple(range(0, columns, chunk))

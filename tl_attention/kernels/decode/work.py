@@ -3,8 +3,8 @@
 Work item: one sequence, one key head and one query block of block_M rows. Items are numbered by sequence, then key head, then query block.
 Work unit: what CTAs divide. All items of a sequence have the same number of work units, by the split rule:
     0: first `item_blocks` units for the time that an item takes beside its keys, to begin and to store its result; then one per key block.
-        CTAs share all units evenly, and the range of a CTA may begin and end inside an item. Where it is about as even, as with
-        sequences of equal lengths, CTAs have whole items, or one of n splits as by -n: fewer partials, or none.
+        CTAs share all units evenly, and the range of a CTA may begin and end inside an item. Where whole items or n equal splits per item
+        are about as even, as with sequences of equal lengths, CTAs have those instead: this leaves fewer partials, or none.
     n > 0: one unit per split of n key blocks, so that the splits of a sequence do not depend on other sequences.
     -n < 0: n splits of equal size, one unit each; fewer where a sequence has fewer key blocks.
 Segment: the key blocks of one item that one CTA processes without a break. An item of several segments is merged by
@@ -106,10 +106,10 @@ class WorkSizes:
 
 @T.meta_class
 class WorkShare:
-    """Work units of one CTA, read segment by segment. The producer warp computes them; each lane holds the same values, but in
-    count_units() and find_sequence(), where it has a sequence of its own.
+    """Work units of one CTA, read segment by segment by the producer warp.
 
-    CTAs that have work have equal numbers of work units, up to one.
+    All lanes hold the same values, except in count_units() and find_sequence(), where each has a sequence of its own. CTAs that have work
+    have equal numbers of work units, up to one.
     """
 
     def __init__(self, ranges: KeyRanges, sizes: WorkSizes, name: str = "work"):
@@ -134,9 +134,9 @@ class WorkShare:
         self.splits = int_var()  # of an item
         self.units_per_sequence = int_var()  # of all sequences; 0: they differ
         self.busy_ctas = int_var()  # CTAs that have work
-        # Scan over 32 sequences, one per lane; units of one item per sequence, but for lane_units_before
+        # Scan over 32 sequences, one per lane. These count the units of one item per sequence, except for lane_units_before
         self.scanned_units = int_var()  # of the chunks of 32 before
-        # A shuffled value, then the units of all items of the sequences before
+        # A shuffled value, then the units of all items of all sequences before this lane's
         self.lane_units_before = int_var()
         self.units_to_lane = int_var()  # up to this lane's sequence, included
         # The segment
@@ -207,13 +207,13 @@ class WorkShare:
 
     @T.inline
     def choose_equal_splits(self):
-        """In place of split rule 0: n splits of each item, at most one per CTA, or whole items, if that is about as even.
+        """Replace split rule 0 by n splits of each item, at most one per CTA, or by whole items, if that is about as even.
 
-        Lengths are equal then, up to a key block, or items are whole.
+        Splits need lengths that are equal up to a key block; whole items do not.
         """
         sizes = self.sizes
         items, longest_blocks = sizes.batch * sizes.items_per_sequence, self.longest[0] - sizes.item_blocks
-        # Where partials are many, of twice as many key blocks, as merging takes longer
+        # Above MANY_PARTIALS splits have twice as many key blocks at least, as merging takes longer
         most_splits = T.max(
             T.min(longest_blocks // MIN_BLOCKS_PER_CTA, MANY_PARTIALS),
             longest_blocks // (2 * MIN_BLOCKS_PER_CTA),
@@ -285,7 +285,7 @@ class WorkShare:
 
     @T.inline
     def next_segment(self):
-        """Set the segment that starts at `unit`, and move `unit` past it. It has no steps where the CTA's last units precede key blocks."""
+        """Set the segment that starts at `unit`, and move `unit` past it. It has no steps if the CTA ends before the item's key blocks."""
         sizes = self.sizes
         while self.unit[0] >= self.units_before[0] + self.units_per_item[0] * sizes.items_per_sequence:
             self.units_before[0] += self.units_per_item[0] * sizes.items_per_sequence
@@ -322,6 +322,7 @@ class WorkShare:
             self.first_slot[0] = self.item_unit[0]
             self.unit[0] += 1
         self.entry[0] = T.if_then_else(sizes.entry_per_cta, self.cta[0], self.item[0])
+        # -1: only the first segment of an item has an entry, and that of a CTA says already that a whole item needs no merging
         if (self.part[0] > 0) | (sizes.entry_per_cta & (self.parts[0] == 1)):
             self.entry[0] = -1
 
@@ -402,7 +403,7 @@ class Segment:
 
     @T.inline
     def finish(self):
-        """Release the segment. No field can be read after this."""
+        """Release the segment: no field() of it can be read after this."""
         self.box.release(self.turn[0])
         self.turn[0] += 1
 

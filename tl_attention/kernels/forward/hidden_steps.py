@@ -9,7 +9,7 @@ import tilelang.language as T
 
 @T.macro
 def skip_keys(w, K, ping_pong, first_step, steps):
-    """Release K of steps that a warpgroup skips, and pass its turns on."""
+    """Release K of steps that a warpgroup skips, and pass its turns at the tensor cores on."""
     for i in T.serial(steps):
         K.wait(first_step + i)
         ping_pong.wait(w)
@@ -27,7 +27,7 @@ def skip_values(V, first_step, steps):
 
 @T.macro
 def skip_last(w, K, V, ping_pong, first_step, steps):
-    """Release K and V of the last steps, which a warpgroup skips, and pass its turns on."""
+    """Release K and V of the last steps, which a warpgroup skips, and pass its turns at the tensor cores on."""
     for i in T.serial(steps):
         K.wait(first_step + i)
         ping_pong.wait(w)
@@ -39,9 +39,11 @@ def skip_last(w, K, V, ping_pong, first_step, steps):
 
 @T.meta_class
 class FirstSteps:
-    """First steps of a tile, whose keys no query of a warpgroup sees. It skips them.
+    """First steps of a tile whose keys no query of a warpgroup sees, so that the warpgroup skips them.
 
-    It waits for K and V of these steps and releases them, as for all others, and passes its turns on.
+    It waits for K and V of these steps and releases them, as in all other steps, and passes its turns at the tensor cores on.
+
+    hidden: number of these steps.
     """
 
     def __init__(self, hidden: Any, name: str = "skipped"):
@@ -49,10 +51,12 @@ class FirstSteps:
 
     @T.inline
     def skip(self, w, K, ping_pong, first_step, blocks):
+        """Leave the steps out of `blocks`, and release their K."""
         skip_keys(w, K, ping_pong, first_step, self.count[0])
         blocks.skip(self.count[0])
 
     def after(self, first_step: Any) -> Any:
+        """First step that is computed, in the rings of K and V; in a uniform register, as it comes from one lane."""
         return T.shfl_sync(first_step + self.count[0], 0)
 
     @T.inline
@@ -62,13 +66,14 @@ class FirstSteps:
 
 @T.meta_class
 class LastSteps:
-    """Last steps of a tile, whose keys no query of a warpgroup sees. It skips them, as FirstSteps."""
+    """Last steps of a tile whose keys no query of a warpgroup sees, so that the warpgroup skips them. See FirstSteps."""
 
     def __init__(self, hidden: Any, name: str = "hidden_last"):
         self.count = T.alloc_var("int32", init=T.shfl_sync(hidden, 0))
 
     @T.inline
     def skip(self, blocks):
+        """Leave the steps out of `blocks`."""
         blocks.stop_before(self.count[0])
 
     @T.inline
@@ -77,7 +82,7 @@ class LastSteps:
 
 
 class NoSteps:
-    """Tiles of which every warpgroup takes all steps."""
+    """Stand-in for FirstSteps and LastSteps in a kernel whose warpgroups compute all steps."""
 
     def skip(self, *others: Any) -> None:
         return None

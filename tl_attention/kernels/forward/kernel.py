@@ -6,8 +6,9 @@ the step before. Steps go from the last key block to the first. See mask.NearFir
 
 attend() has the algorithm; load() is the producer's side.
 
-hold_max: once each row has seen a key, its row max is no longer updated. A tile whose row sums then overflow is computed a second time,
-with an updated row max: RowMax.check() reports it, and find_overflow() of the producer puts it back in the stream of tiles.
+hold_max: once each row has seen a key, its row max is held, which saves the search for it and the rescale of O. A tile whose row sums then
+overflow is computed a second time, with an updated row max: RowMax.check() reports it, and TileStream.find_overflow() of the producer puts
+it back in the stream of tiles.
 
     step        from 0, the last key block, to the first key block that a tile needs
     share       the key blocks of one CTA of a split
@@ -18,7 +19,6 @@ with an updated row max: RowMax.check() reports it, and find_overflow() of the p
     query       the first of 64 queries
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from tl_attention.config.term_configs import MAKERS
 from tl_attention.kernels.cuda import source
 from tl_attention.kernels.forward import assist_warp
 from tl_attention.kernels.forward.hidden_steps import FirstSteps, LastSteps, NoSteps
-from tl_attention.kernels.forward.query_slots import QuerySlots
 from tl_attention.kernels.forward.results import MaxArguments, Results, results_of, store_code
 from tl_attention.kernels.forward.row_max import RowMax
 from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
@@ -44,11 +43,17 @@ from tl_attention.kernels.scores.staged import alloc_staged
 from tl_attention.kernels.scores.traced_arguments import traced_arguments
 from tl_attention.kernels.seams import pipeline
 from tl_attention.kernels.seams.arguments import declare
-from tl_attention.kernels.seams.pipeline import PingPong, alloc_fragments, input_ring, wait_for_stores
+from tl_attention.kernels.seams.pipeline import (
+    PingPong,
+    alloc_fragments,
+    indices,
+    input_ring,
+    wait_for_stores,
+)
 from tl_attention.kernels.seams.products import CHUNK, OutputTiles, alloc_further_terms, multiply, round_P
 from tl_attention.kernels.seams.roles import WARPGROUP, Roles
 from tl_attention.kernels.seams.scheduler import OneTile, Overflows, Tile, TileBox, TileCounts, TileOrder
-from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax, indices
+from tl_attention.kernels.seams.softmax import LAZY_GROWTH, OnlineSoftmax
 from tl_attention.kernels.sources.block_lists import key_blocks
 from tl_attention.kernels.sources.pages import page_arguments, paged_loads
 from tl_attention.kernels.sources.shared_tiles import PIECES, PieceArguments, SharedPieces, stream_of
@@ -62,7 +67,8 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 class Launch:
     """Arguments and shared memory of a CTA, for all its tiles.
 
-    lse_unit: ln 2 for a natural lse, 1 for base 2. max_tiles: tiles whose Lse is MaxLogits; None without.
+    lse_unit: ln 2 for a natural lse, 1 for base 2.
+    max_tiles: `tiles` with MaxLogits in place of Lse, so that store_lse() stores the largest scores; None where they are not stored.
     """
 
     tiles: DenseTiles
@@ -101,7 +107,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     consumer_warps = 4 * config.warpgroups
-    # bf16 terms of an fp32 number, and the pairs of them that are multiplied, a wgmma group each; in 16 bits one term, one pair
+    # fp32: bf16 terms of a number, and the pairs of terms that are multiplied, a wgmma group each. In 16 bits: one term and one pair
     terms, products, makes_terms = problem.terms, problem.products, config.makes_terms
     persistent = config.schedule != "grid"  # any other schedule: a CTA computes several tiles
     shares_tiles = config.schedule == "stream-K"  # and CTAs share some of them, see shared_tiles.py
@@ -110,32 +116,28 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if terms > 1 else head_dim_v  # columns per tile of O in registers, see OutputTiles
     ping_pong = PingPong(config.warpgroups, config.ping_pong)
-    first_row = functools.partial(query_tiles.first_row, problem, config)
     skips_first_steps = query_tiles.hides_steps(problem, config)
     skips_last_steps = query_tiles.hides_last_steps(problem, config)
-    # A warpgroup counts its masked steps again: a window needs it, causal d64 with three warpgroups gains 1 %. See KeyBlocks.keep_queries()
-    counts_again = problem.has("window") or (head_dim <= 64 and config.warpgroups == 3)
-    recounts_masked = skips_first_steps and counts_again
+    # Whether a warpgroup that skips steps counts its own masked steps: see KeyBlocks.keep_queries()
+    gains_by_count = problem.has("window") or (head_dim <= 64 and config.warpgroups == 3)
+    counts_own_steps = skips_first_steps and gains_by_count
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
     q_view, k_view, v_view, _do_view = input_arguments(problem, batch, *lengths, *columns, raw_fp32=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
-    splits, o_view, lse_view = results.splits, results.O, results.Lse
-    # O is stored through the slot of its queries
-    O_in_Q = head_dim == head_dim_v and not results.from_registers
-    slots = QuerySlots(config, O_in_Q, first_row)
-    results = replace(results, slots=slots)  # store() frees slots
+    slots, splits, o_view, lse_view = results.slots, results.splits, results.O, results.Lse
     tickets_view = T.Tensor([T.dynamic("sms") if shares_tiles else 2], "int32")
     option_types, page_types = option_arguments(problem), page_arguments(config.page_rows > 0)
     piece_types = PieceArguments.of(problem, config)
     input_types = InputArguments.of(batch, seqlen_k, heads_kv, makes_terms)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        place = problem, options, mask, tile, block_M, block_N
+        """Key blocks of a tile."""
+        arguments = problem, options, mask, tile, block_M, block_N
         near_first = near_keys_first(problem, config)
-        return key_blocks(*place, split=split, held=hold_max, shares=shares_tiles, near_first=near_first)
+        return key_blocks(*arguments, split=split, held=hold_max, shares=shares_tiles, near_first=near_first)
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, smem, stream):
@@ -152,7 +154,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.load(turn, tile, first_query, tiles, smem.Q)
         if hold_max:
             smem.overflows.begin(turn, stream.recomputes)
-        if persistent:  # after Q has a slot: consumers read the box, which has two slots, before they free Q of two turns before
+        if persistent:
+            # Once Q has a slot: then consumers have freed Q of an earlier turn, and before that read the box of two turns before
             smem.tile_box.post(turn, tile, first_step, blocks)
         if two_producers:  # assist_warp.produce_values() loads V
             stream.draw_near_end(turn, 0, blocks.steps)
@@ -173,8 +176,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     def assist(first_tile, ctas, order, launch):
         """Function that the warps beside the producer run; None: they have no work."""
-        lengths = seqlen_q, seqlen_k
-        followed = assist_warp.Followed(problem, config, lengths, splits, first_tile, order, launch)
+        followed = assist_warp.Followed(
+            problem, config, (seqlen_q, seqlen_k), splits, first_tile, order, launch
+        )
         if two_producers:
             return lambda: assist_warp.produce_values(followed)
         if makes_terms:
@@ -183,6 +187,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, launch):
+        """Load the tiles of a CTA, in the producer warp."""
         tiles, smem = launch.tiles, launch.smem
         tile = Tile(order, loads_keys=True)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
@@ -200,10 +205,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     stream.advance(turn)
                     turn += 1
                     first_step += blocks.steps
-                else:  # packed sequences: the launch counts more tiles than the table has; the missing ones end a group of heads
+                else:  # packed sequences: the launch counts more tiles than the table has, and the missing ones end a group of heads
                     stream.skip_to(tile.group_end)
-                stream.find_overflow(turn)  # of two turns before, at the end also of the last
-            slots.wait_until_read(turn, smem.Q)
+                stream.find_overflow(turn)
+            slots.wait_until_read(turn, smem.Q)  # then the box has a free slot
             smem.tile_box.close(turn)
             stream.close()
         else:
@@ -224,14 +229,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def attend(w, tile, turn, first_step, blocks, launch):
         """Compute O and Lse of 64 queries of a tile, and store them."""
         tiles, smem, softmax_scale = launch.tiles, launch.smem, launch.softmax_scale
-        # Not 0: the row max is updated in every step, as the tile is computed again or is a piece
+        # Not 0: the row max is updated in each step, as the tile is computed a second time or is a piece
         recomputes = smem.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
         P_terms = (P, *alloc_further_terms([64, block_N], terms))
         acc_o = T.alloc_fragment([64, o_cols], "float32")
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
-        # P V of one key block; in 16 bits O itself
+        # fp32: P V of one key block. In 16 bits it is O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if terms > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
@@ -245,27 +250,25 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             block_N,
             scale_log2,
             LAZY_GROWTH,
-            scores.may_hold_zero,
-            sums_directly,
+            may_hold_zero=scores.may_hold_zero,
+            sums_directly=sums_directly,
             rounds_alike=config.batch_invariant,
             keeps_largest=config.max_logits,
         )
         row_max = RowMax(softmax, hold_max, scores.polynomial_cap(blocks), smem.overflows, recomputes)
-        query = tiles.first_query(tile, block_M) + first_row(w)
-        # Freed once: by results.store() or free_previous() if O leaves through the slot of Q, else after the last S or after the last step
+        query = tiles.first_query(tile, block_M) + slots.first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile, query, blocks, scale_log2)
         dropout.start()
-        # Steps whose keys none of the 64 queries sees: first_step and blocks go on without them
+        # Steps whose keys none of the 64 queries sees. They are left out of first_step and blocks
         hidden_first = FirstSteps(blocks.hidden_steps(query + 63)) if skips_first_steps else NoSteps()
         hidden_first.skip(w, smem.K, ping_pong, first_step, blocks)
         first_step = hidden_first.after(first_step)
         hidden_last = LastSteps(blocks.hidden_last_steps(query)) if skips_last_steps else NoSteps()
         hidden_last.skip(blocks)
-        if recounts_masked:
+        if counts_own_steps:
             blocks.keep_queries(query)
-        # Raw scores: without score options the row max is one of Q Kᵀ, which the softmax scales by |softmax_scale|, so Q takes the sign
         slots.wait_for_queries(problem, w, q_step, smem.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of step 0
@@ -288,12 +291,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         hidden_first.release_values(smem.V, first_step)
 
         # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
-        # Unrolled: a loop per masking of the scores, with the row max updated or held
+        # One loop per kind of masking, with the row max updated or held
         for loop in row_max.ranges(blocks):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(loop.count):
-                step = loop.steps.first + i
-                block = blocks.at(step, loop.steps)
+                step = loop.step_range.first + i
+                block = blocks.at(step, loop.step_range)
                 start_scores(w, q_step, first_step + step, block, smem, scores, acc_s)
                 smem.V.wait(first_step + step - 1)
                 output.start(P_terms, smem.V, first_step + step - 1)
@@ -304,7 +307,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 smem.K.release(first_step + step)
                 slots.free_after_scores(step == blocks.steps - 1, q_step, smem.Q)
                 scores.apply(acc_s, query, block, at_zero=loop.at_zero)
-                softmax.update(acc_s, scores.shift(query, block), follow=loop.update, at_zero=loop.at_zero)
+                softmax.update(acc_s, scores.shift(query, block), loop.update, loop.at_zero)
                 output.finish(P_terms, smem.V, first_step + step - 1)  # O is complete, and P free
                 smem.V.release(first_step + step - 1)
                 round_P(acc_s, P_terms, dropout)
@@ -316,16 +319,16 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         last = blocks.steps - 1
         smem.V.wait(first_step + last)
         output.start(P_terms, smem.V, first_step + last)
-        # The tile's position again, so that it takes no registers in the loop. Before Q is freed: then the box may be refilled
+        # Read the tile's position again, so that it takes no registers in the loop. Once Q is freed the box may be refilled
         if persistent:
             smem.tile_box.read_tile(turn, tile)
         if shares_tiles:
             blocks.read_partners(turn, smem.tile_box)
         slots.free_after_steps(q_step, smem.Q)
         row_max.check(turn)
-        # Pieces have base 2: SharedPieces.merge() applies the unit
+        # Lse of a piece is in base 2: SharedPieces.merge() applies the unit
         softmax.finish(lse, 1.0 if shares_tiles else launch.lse_unit, scores.sink(tile))
-        query = tiles.first_query(tile, block_M) + first_row(w)
+        query = tiles.first_query(tile, block_M) + slots.first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
         if config.max_logits:
@@ -338,11 +341,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         for n in indices(output.chunks):
             dropout.scale_kept(output.chunks[n])
 
-        row_max.wait_for_first_result()  # of a tile that is computed twice
+        row_max.wait_for_first_result()
         results.store(w, q_step, tile, query, blocks, launch, output.chunks, lse)
 
     @T.macro
     def consume(w, first_tile, order, launch):
+        """Compute the tiles of a CTA, in warpgroup w: 64 queries of each."""
         tiles, smem = launch.tiles, launch.smem
         tile = Tile(order)
         mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
@@ -356,7 +360,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             if tile.exists:
-                # The blocks that load() counts
+                # Count the blocks as load() does
                 blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)
@@ -393,7 +397,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
-                if O_in_Q or results.from_registers
+                if slots.holds_output or results.from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 # padded: space for a fifth step count, which causal stream-K posts
                 tile_box=TileBox(varlen, padded=shares_tiles and problem.causal) if persistent else None,

@@ -15,22 +15,23 @@ from tl_attention.kernels.seams.split_tile import split_tile
 
 @dataclass(frozen=True)
 class QuerySlots:
-    """One, one and a half or two tiles of queries per CTA, a slot of 64 queries per warpgroup.
+    """Slots of 64 queries, enough for one, one and a half or two tiles (FwdConfig.q_stages): one per warpgroup of a tile.
 
-    With one and a half, Q of warpgroup 1 is loaded to the slot of warpgroup 0 in the previous tile, once that has begun this tile.
+    With one and a half, Q of warpgroup 1 goes into the slot that warpgroup 0 had in the previous tile, once warpgroup 0 has begun this one.
 
-    A warpgroup frees its slot by one of these calls:
+    A warpgroup frees its slot once, by one of these calls; the others do nothing:
 
-        O leaves through the slot: free_after_result(), in a piece free_after_piece(); with more than one tile of slots free_previous()
-        else: free_after_steps(); persistent with one tile of slots free_after_scores()
+        O leaves through the slot, one tile of slots: free_after_result(), or free_after_piece() if another CTA stores O
+        O leaves through the slot, more slots: free_previous(), in the next tile
+        O leaves in another way: free_after_scores() if a CTA computes several tiles and has slots for one, else free_after_steps()
 
     Args:
-        hold_output: O is stored through the slot of its queries.
+        holds_output: O is stored through the slot of its queries.
         first_row: first_row(w) -> first query of a warpgroup in its tile.
     """
 
     config: FwdConfig
-    hold_output: bool
+    holds_output: bool
     first_row: Callable[[Any], Any]
 
     @property
@@ -40,56 +41,61 @@ class QuerySlots:
 
     @property
     def frees_early(self) -> bool:
-        """True if a slot is freed right after the last S. With more slots the box of the tile, read again at its end, might be refilled."""
-        return not self.hold_output and self.config.q_stages == 1 and self.config.schedule != "grid"
+        """True if a slot is freed right after the last S.
+
+        Not with more slots: the producer might then refill the TileBox of this tile before attend() has read it a second time.
+        """
+        return not self.holds_output and self.config.q_stages == 1 and self.config.schedule != "grid"
 
     @T.inline
     def load(self, turn, tile, first_query, tiles, Q):
+        """Load Q of a tile; with one and a half tiles of slots, of warpgroup 0 alone."""
         for w in self.prefetched:
             Q.fill(turn * self.config.warpgroups + w, tiles.q(tile, first_query + self.first_row(w), 64))
 
     @T.inline
     def load_late(self, when, turn, tile, first_query, tiles, Q):
+        """Load Q of warpgroup 1 if load() has not, under the condition `when`."""
         if self.config.q_stages == 1.5:
             if when:
                 Q.fill(2 * turn + 1, tiles.q(tile, first_query + self.first_row(1), 64))
 
     @T.inline
     def wait_until_read(self, turn, Q):
-        """Wait until consumers have read the last queries."""
+        """Wait until the slots of the next tile are free, so that consumers have read the TileBox of two turns before."""
         for w in self.prefetched:
             Q.wait_empty(turn * self.config.warpgroups + w)
 
     @T.inline
     def free_previous(self, turn, q_step, Q):
-        """Free the slot of the previous tile, once O has been stored from it: with more than one tile of slots."""
-        if self.hold_output and self.config.q_stages > 1:
+        """Free the slot of the previous tile, once O has been stored from it."""
+        if self.holds_output and self.config.q_stages > 1:
             if turn > 0:
                 wait_for_stores()
                 Q.release(q_step - self.config.warpgroups)
 
     @T.inline
     def free_after_scores(self, is_last, q_step, Q):
-        """Free the slot after the last S, if O does not leave through it."""
+        """Free the slot after the last S. is_last: this S is the last one."""
         if self.frees_early:
             if is_last:
                 Q.release(q_step)
 
     @T.inline
     def free_after_steps(self, q_step, Q):
-        """Free the slot after the last step, if O does not leave through it and free_after_scores() has not."""
-        if not self.hold_output and not self.frees_early:
+        """Free the slot after the last step."""
+        if not self.holds_output and not self.frees_early:
             Q.release(q_step)
 
     @T.inline
     def free_after_piece(self, q_step, Q):
         """Free the slot of a tile whose O another CTA stores."""
-        if self.hold_output and self.config.q_stages == 1:
+        if self.holds_output and self.config.q_stages == 1:
             Q.release(q_step)
 
     @T.inline
     def free_after_result(self, q_step, Q):
-        """Free the only slot once O has been stored from it; free_previous() does it for more."""
+        """Free the slot once O has been stored from it."""
         if self.config.q_stages == 1:
             wait_for_stores()
             Q.release(q_step)
@@ -98,11 +104,11 @@ class QuerySlots:
     def wait_for_queries(self, problem, w, q_step, Q, softmax_scale, takes_sign):
         """Wait for Q of a warpgroup, and split fp32 into terms.
 
-        takes_sign: Q changes its sign where softmax_scale is negative. The softmax multiplies raw scores by the magnitude of the scale, as
-            the row max is their maximum.
+        takes_sign: negate Q if softmax_scale is negative. The row max is a maximum of raw scores, which the softmax multiplies by
+            |softmax_scale|.
         """
         if self.config.q_stages == 1.5:
-            # The other warpgroup has left the slot: two phases behind, the next wait would pass at once
+            # Wait until the other warpgroup has left the slot: two phases behind, the next wait would pass at once
             Q.wait_empty(q_step)
         Q.wait(q_step)
         if problem.terms > 1:

@@ -1,15 +1,17 @@
-"""Results of the forward in global memory: the tiles class of a problem, and merging with the result of other keys."""
+"""Results of the forward: how O and Lse go to global memory, and how they are merged with the result of other keys."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.config import query_tiles
 from tl_attention.config.kernel_configs import FwdConfig
-from tl_attention.config.query_tiles import end_at_last_query, first_query
 from tl_attention.kernels.cuda import source
+from tl_attention.kernels.forward.query_slots import QuerySlots
 from tl_attention.kernels.seams.pipeline import (
     fragment_address,
     store_fragment,
@@ -33,15 +35,23 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 @dataclass(frozen=True)
 class Results:
-    """Way out of O and Lse of a forward: the tiles class, and the types of its arguments. splits: number of splits; None without a split.
+    """How a forward stores O and Lse.
 
     O leaves from registers, through the tile of its queries, or through an smem tile of its own. With the schedule stream-K a CTA may leave
     a piece for another CTA instead, or merge the pieces of others.
 
-    from_registers: O does not pass through shared memory. shares: the schedule is stream-K. lse_is_final: nothing is merged into Lse.
-    slots: of Q, which O may leave through; set by the kernel. MaxLogits: in the shape of Lse; None where they are not stored.
+    Args:
+        slots: of Q, through which O may leave.
+        Tiles: class of the tiles in global memory.
+        splits: number of splits, a runtime value; None without a split.
+        O, Lse: types of the kernel's arguments.
+        from_registers: O does not pass through shared memory.
+        shares: the schedule is stream-K.
+        lse_is_final: nothing is merged into Lse, so the kernel stores it before O is complete.
+        MaxLogits: type of the argument, in the shape of Lse; None where the largest scores are not stored.
     """
 
+    slots: QuerySlots
     Tiles: type[DenseTiles]
     splits: Any
     O: Any
@@ -49,7 +59,6 @@ class Results:
     from_registers: bool = False
     shares: bool = False
     lse_is_final: bool = True
-    slots: Any = None
     MaxLogits: Any = None
 
     @T.inline
@@ -57,14 +66,14 @@ class Results:
         """Store O of 64 queries, and Lse unless it has been stored."""
         tiles, smem, slots = launch.tiles, launch.smem, self.slots
         if self.shares:
-            if blocks.partners[0] < 0:
+            if blocks.partners[0] < 0:  # another CTA merges this piece
                 smem.pieces.store(blocks.rank[0], w, chunks[0], lse)
                 slots.free_after_piece(q_step, smem.Q)
             smem.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, launch.lse_unit)
-        if blocks.partners[0] >= 0 if self.shares else True:
+        if self.is_stored_here(blocks):
             if self.from_registers:
                 tiles.store_result(chunks, lse, tile, query)
-            elif slots.hold_output:
+            elif slots.holds_output:
                 store_output(w, tile, query, tiles, smem.Q.tiles, q_step % smem.Q.slots, chunks[0])
                 slots.free_after_result(q_step, smem.Q)
             else:
@@ -74,41 +83,44 @@ class Results:
             if not self.lse_is_final:
                 tiles.store_lse(lse, tile, query)
 
+    def is_stored_here(self, blocks: Any) -> Any:
+        """True if this CTA stores the result of the tile, and does not leave a piece of it."""
+        return blocks.partners[0] >= 0 if self.shares else True
+
 
 def results_of(
     problem: AttnProblem, config: FwdConfig, batch: Any, heads: Any, seqlen_q: Any, columns_v: Any
 ) -> Results:
     """Results of a problem; see kernel.flash_fwd for the layouts."""
     paged, varlen = config.page_rows > 0, problem.has("varlen")
+    from_registers = config.split or problem.has("added") or problem.dtype_of("o") == "float32"
+    through_slots = problem.head_dim == problem.head_dim_v and not from_registers
+    slots = QuerySlots(config, through_slots, functools.partial(query_tiles.first_row, problem, config))
     if config.split:
         Tiles = PagedSplitTiles if paged else PackedSplitTiles if varlen else DenseSplitTiles
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, problem.head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
-        return Results(Tiles, splits, o_view, lse_view, from_registers=True)
+        return Results(slots, Tiles, splits, o_view, lse_view, from_registers)
     o_view = result_argument(problem, "o", batch, seqlen_q, heads, columns_v)
     lse_shape = [heads, seqlen_q] if varlen else [batch, heads, seqlen_q]
     if problem.has("added"):
-        return Results(
-            AddedPackedTiles if varlen else AddedTiles,
-            None,
-            o_view,
-            strided("lse", lse_shape, "float32"),
-            from_registers=True,
-            lse_is_final=False,
-        )
-    dense = TilesFromEnd if end_at_last_query(problem, config) else DenseTiles
+        Tiles = AddedPackedTiles if varlen else AddedTiles
+        lse_view = strided("lse", lse_shape, "float32")
+        return Results(slots, Tiles, None, o_view, lse_view, from_registers, lse_is_final=False)
+    dense = TilesFromEnd if query_tiles.end_at_last_query(problem, config) else DenseTiles
     Tiles = PagedTiles if paged else PackedTiles if varlen else dense
     shares = config.schedule == "stream-K"
     lse_view = T.Tensor(lse_shape, "float32")
     return Results(
+        slots,
         Tiles,
         None,
         o_view,
         lse_view,
-        problem.dtype_of("o") == "float32",
-        shares,
-        not shares,
+        from_registers,
+        shares=shares,
+        lse_is_final=not shares,
         MaxLogits=T.Tensor(lse_shape, "float32") if config.max_logits else None,
     )
 
@@ -134,8 +146,9 @@ def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
         lse_at: lse_at(row) -> Lse of a row, base 2.
     """
     rows, cols = acc.shape
-    stored = T.alloc_fragment([rows], "float32")  # Lse, then the weight of O
-    weight = T.alloc_fragment([rows], "float32")  # of acc
+    stored = T.alloc_fragment([rows], "float32")  # stored Lse, then the weight of stored O
+    weight = T.alloc_fragment([rows], "float32")  # Lse of all keys
+    # The larger Lse, then Lse of all keys if finite, then the weight of acc
     peak = T.alloc_fragment([rows], "float32")
     # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
     row = T.alloc_var("int32", init=first_row)
@@ -158,7 +171,7 @@ def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
 
 
 def store_code(columns: int, from_registers: bool) -> str:
-    """CUDA that the stores of a forward need. columns: those of O; from_registers: whether O does not pass through shared memory."""
+    """CUDA that the stores of a forward need. columns: of O. from_registers: O does not pass through shared memory."""
     if from_registers:
         return source("vectors") + source("rows")
     return source("vectors") + (source("fragments") if _fits_stmatrix(columns) else "")
@@ -171,7 +184,7 @@ def _fits_stmatrix(columns: int) -> bool:
 
 @T.macro
 def store_output(w, tile, first_row, tiles, shared_tiles, number, acc_o):
-    """Store O of 64 rows of a tile through one of smem tiles [.., 64, columns]."""
+    """Store O of 64 rows of a tile through smem tile `number` of tiles [.., 64, columns]."""
     if _fits_stmatrix(acc_o.shape[1]):
         rounded = T.alloc_fragment(acc_o.shape, tiles.O.dtype)
         T.copy(acc_o, rounded)
@@ -192,7 +205,8 @@ class TilesFromEnd(DenseTiles):
     """
 
     def first_query(self, tile: Any, block_M: int) -> Any:
-        return first_query(tile.m_block, tile.order.m_blocks, block_M, self.Q.shape[1], from_end=True)
+        tiles, seqlen_q = tile.order.m_blocks, self.Q.shape[1]
+        return query_tiles.first_query(tile.m_block, tiles, block_M, seqlen_q, from_end=True)
 
     def may_store(self, start: Any) -> Any:
         return start >= 0

@@ -1,4 +1,4 @@
-"""Row max of a tile of the forward: which steps update it, which hold it, and the check that a held one served."""
+"""Row max of a tile of the forward: which steps update it, which hold it, and the check of a held one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tl_attention.kernels.seams.softmax import OnlineSoftmax
 
 @dataclass(frozen=True)
 class MaxSteps:
-    """Consecutive steps that treat the row max alike.
+    """A loop over steps that treat the row max alike.
 
     Args:
-        steps: the range that they are in.
-        count: number of steps, from steps.first on.
-        update: they update the row max; else it is held.
+        step_range: the loop begins at the first step of this range, and masks as it says.
+        count: number of steps; 0 if the tile has another loop over the range.
+        update: each step updates the row max; else it is held.
         at_zero: the row max is 0 and held.
     """
 
-    steps: StepRange
+    step_range: StepRange
     count: Any
     update: bool
     at_zero: bool = False
@@ -35,13 +35,14 @@ class MaxSteps:
 class RowMax:
     """Row max of a tile: updated in each step, or held once each row has seen a key.
 
-    A held row max may be too small for later scores, so that the sums overflow; a held 0 may be out of the range of the polynomial.
-    Then check() says so to the producer, and the tile comes a second time, with `recomputes` and a row max that is updated.
+    A held row max may be too small for later scores, so that the row sums overflow. A held 0 may leave the range of the polynomial.
+    Then check() asks the producer for the tile a second time. It comes with `recomputes`, and its row max is updated in each step.
 
     Args:
         holds: FwdConfig.hold_max.
-        polynomial: that of ForwardScores.polynomial_cap().
-        overflows, recomputes: of the tile, where the row max is held.
+        polynomial: ForwardScores.polynomial_cap().
+        overflows: flags of the CTA's tiles; None if the row max is never held.
+        recomputes: int32, not 0 if this tile's row max is updated in each step; None if the row max is never held.
     """
 
     softmax: OnlineSoftmax
@@ -63,14 +64,13 @@ class RowMax:
         """Loops after step 0. With hold_max they hold the row max once each row has seen a key, unless the tile is recomputed."""
         if self.holds and blocks.listed:
             # A tile that is recomputed has all steps in the first range: full blocks have bits of ones
-            again, (first, *others) = self.recomputes != 0, blocks.ranges
-            held = (MaxSteps(steps, T.if_then_else(again, 0, steps.count), False) for steps in others)
-            return MaxSteps(first, T.if_then_else(again, blocks.steps - 1, first.count), True), *held
+            recomputes, (first, *others) = self.recomputes != 0, blocks.ranges
+            held = (MaxSteps(x, T.if_then_else(recomputes, 0, x.count), False) for x in others)
+            return MaxSteps(first, T.if_then_else(recomputes, blocks.steps - 1, first.count), True), *held
         found = []
         for steps in blocks.ranges:
-            if (
-                steps.check_right or not self.holds
-            ):  # with check_right a row may see its first key, see KeyBlocks.overlap
+            # With check_right a row may see its first key, see KeyBlocks.overlap
+            if steps.check_right or not self.holds:
                 found.append(MaxSteps(steps, steps.count, True))
                 continue
             # Loops of their own: a branch around the update of the row max costs more than half of the gain
@@ -97,7 +97,7 @@ class RowMax:
 
     @T.inline
     def wait_for_first_result(self):
-        """Wait for the stores of the tile's first result, which might be written after this one."""
+        """Wait for the stores of the first result of a tile that is computed twice: they might be written after those of the second."""
         if self.holds:
             if self.recomputes != 0:
                 wait_for_stores(read=False)

@@ -35,8 +35,8 @@ class Dropout:
         """
         if self.on:
             k0, k1, offset = (
-                T.call_extern("int32", "tl_attention_random_state", self.options.Rng.data, half)
-                for half in range(3)
+                T.call_extern("int32", "tl_attention_random_state", self.options.Rng.data, word)
+                for word in range(3)
             )
             # From one lane, so that the round keys are in uniform registers
             self.k0[0] = k0 if self.rows_are_keys else T.shfl_sync(k0, 0)

@@ -38,6 +38,7 @@ class LinearBias:
 
     @T.inline
     def multiply(self, columns, acc_s):
+        """Set acc_s to the product of both factors. columns: the right one, see alloc_bias_columns()."""
         T.wgmma_gemm(
             self.rows,
             columns,
@@ -74,6 +75,11 @@ def alloc_bias_columns(problem: AttnProblem, cols: int, two_sides: bool = False)
     return SharedTile([cols, 16], "bfloat16", name="bias").tile if problem.bias_is_linear else None
 
 
+def right_factor(i: Any, j: Any) -> Any:
+    """Element j of the right factor of LinearBias for column i of the tile: 1 and i, each for the three terms of the left factor."""
+    return T.if_then_else(j < 4, 1.0, T.if_then_else(j < 8, T.cast(i, "float32"), 0.0))
+
+
 @T.macro
 def fill_bias_columns(w, columns, consumers):
     """Fill the right factor of LinearBias. All consumer warpgroups call this before they multiply; the first one writes."""
@@ -81,13 +87,10 @@ def fill_bias_columns(w, columns, consumers):
         if w == 0:
             if len(columns.shape) == 2:
                 for i, j in T.Parallel(columns.shape[0], 16):
-                    columns[i, j] = T.if_then_else(
-                        j < 4, 1.0, T.if_then_else(j < 8, T.cast(i, "float32"), 0.0)
-                    )
+                    columns[i, j] = right_factor(i, j)
             else:
                 for side in (0, 1):
                     for i, j in T.Parallel(columns.shape[1], 16):
-                        factor = T.if_then_else(j < 4, 1.0, T.if_then_else(j < 8, T.cast(i, "float32"), 0.0))
-                        columns[side, i, j] = factor if side == 0 else -factor
+                        columns[side, i, j] = right_factor(i, j) if side == 0 else -right_factor(i, j)
             T.fence_proxy_async()
         sync_consumers(consumers)

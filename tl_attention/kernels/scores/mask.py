@@ -24,8 +24,8 @@ class Mask:
     Args:
         window: (left, right), runtime values; None without a window.
         may_be_empty: a sequence may have no query.
-        place: runtime values (key on the diagonal of the first query, number of keys from the first on that no query sees); None:
-            bottom-right alignment.
+        place: (key on the diagonal of the first query, number of first keys that no query sees), runtime values; None: bottom-right
+            alignment.
     """
 
     causal: bool
@@ -151,13 +151,13 @@ class KeyBlock:
     Args:
         blocks: KeyBlocks of the tile.
         step: number of the step.
-        steps: range that it is in.
-        is_right: of NearFirstKeyBlocks, 1 if all keys are right of the diagonals. 0 else, and in steps that are masked.
+        step_range: the range that the step is in.
+        is_right: of NearFirstKeyBlocks: 1 in an unmasked step whose keys are all right of the diagonals, else 0.
     """
 
     blocks: Any
     step: Any
-    steps: StepRange
+    step_range: StepRange
     is_right: Any = 0
 
     @property
@@ -201,9 +201,8 @@ class KeyBlocks:
         self.mask, self.block_M, self.block_N, self.overlap = mask, block_M, block_N, overlap
         # Variables, as TileLang 0.1.15 would copy expressions into every use
         self.num_steps = T.alloc_var("int32", init=0)
-        self.num_right = T.alloc_var(
-            "int32", init=0
-        )  # first steps, whose keys may lie right of a query's last
+        # First steps, whose keys may lie right of a query's last
+        self.num_right = T.alloc_var("int32", init=0)
         # With a window: first block that is seen; last steps, whose keys may lie left of a query's first
         self.first_block, self.num_left = (
             T.alloc_var("int32", init=0) if mask.window is not None else None for _ in range(2)
@@ -288,8 +287,8 @@ class KeyBlocks:
     def keep_queries(self, first_query):
         """Count the steps that mask scores for the 64 queries from first_query on, after steps were left out for these.
 
-        With a window they must be counted. Else it saves time where products do not bound a kernel: causal d64 in tiles of 192 queries 1 %,
-        with a softcap 2 % (H200, 2026-11-27).
+        With a window this is necessary. Else the counts of the tile serve, too, but mask more steps: causal d64 in tiles of 192 queries
+        takes 1 % more time with them, with a softcap 2 % (H200, 2026-11-27). Where products bound a kernel they take no more time.
         """
         seen_by_all = T.max(self.mask.last_key(first_query) + (0 if self.overlap else 1), 0)
         right = T.max(self.block(0) + 1 - seen_by_all // self.block_N, 1)
@@ -325,11 +324,12 @@ class KeyBlocks:
             return StepRange(True, False, 1, right), StepRange(False, False, self.num_right[0], unmasked)
         return (StepRange(False, False, 1, self.num_steps[0] - 1),)
 
-    def at(self, step: Any, steps: StepRange) -> KeyBlock:
-        """Key block of a step of the range `steps`."""
-        return KeyBlock(self, step, steps)
+    def at(self, step: Any, step_range: StepRange) -> KeyBlock:
+        """Key block of a step of a range."""
+        return KeyBlock(self, step, step_range)
 
     def key_at(self, step: Any) -> Any:
+        """First key of a step, for a program."""
         return self.first_key(step)
 
     def how_at(self, step: Any) -> Any:
@@ -341,18 +341,18 @@ class KeyBlocks:
         return True
 
     @T.inline
-    def hide(self, acc_s, query, step, steps):
-        """Mask the scores [64, block_N] of the queries from `query` on at a step of the StepRange `steps`."""
-        if steps.is_last_block and self.mask.window is not None:
+    def hide(self, acc_s, query, step, step_range):
+        """Mask the scores [64, block_N] of the queries from `query` on, in a step of a StepRange."""
+        if step_range.is_last_block and self.mask.window is not None:
             if self.first_key(step) < self.mask.first_key(query + 63):
                 self.mask.apply(acc_s, query, self.first_key(step))
             else:
                 self.mask.apply(acc_s, query, self.first_key(step), check_right=True, check_left=False)
-        elif steps.is_last_block and not self.mask.causal:
+        elif step_range.is_last_block and not self.mask.causal:
             if self.mask.hides_some(query, 64, self.first_key(step), self.block_N):
                 self.mask.apply(acc_s, query, self.first_key(step))
-        elif steps.masked:
-            self.mask.apply(acc_s, query, self.first_key(step), steps.check_right, steps.check_left)
+        elif step_range.masked:
+            self.mask.apply(acc_s, query, self.first_key(step), step_range.check_right, step_range.check_left)
 
     @T.inline
     def hide_if_needed(self, acc_s, query, step):
@@ -375,10 +375,10 @@ class KeyBlocks:
 
 @T.meta_class
 class NearFirstKeyBlocks(KeyBlocks):
-    """Key blocks without a mask: the last block, then those that the diagonals of the queries cross, then the others from the last one on.
+    """Key blocks without a mask: the last block, then those that the diagonals of the queries cross, then the others, from last to first.
 
-    Scores that fall with the distance of a key so meet their row max first. There are steps with check_right after step 0 if there are
-    two blocks or more; they hide nothing.
+    So the row max of scores that fall with the distance of a key is found early. With two blocks or more, some steps after step 0 have
+    check_right, which says here that a row max is not held yet: they hide nothing.
     """
 
     def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
@@ -399,11 +399,12 @@ class NearFirstKeyBlocks(KeyBlocks):
 
     @property
     def last_near(self) -> Any:
+        """Last of the blocks that the diagonals cross, not counting the last block of all."""
         return self.crossed[0] >> NEAR.bit_length() - 1
 
     @property
     def near(self) -> Any:
-        """Number of blocks that the diagonals cross, less the last block."""
+        """Number of blocks that the diagonals cross, not counting the last block of all."""
         return self.crossed[0] & NEAR - 1
 
     @property
@@ -416,8 +417,8 @@ class NearFirstKeyBlocks(KeyBlocks):
         return StepRange(True, False, 1, self.near), StepRange(False, False, self.near + 1, others)
 
     @T.inline
-    def hide(self, acc_s, query, step, steps):
-        if steps.is_last_block:
+    def hide(self, acc_s, query, step, step_range):
+        if step_range.is_last_block:
             self.mask.apply(acc_s, query, self.first_key(step))
 
     def block(self, step: Any) -> Any:
@@ -431,6 +432,6 @@ class NearFirstKeyBlocks(KeyBlocks):
         return T.cast(self.block(step) > self.last_near, "int32")
 
     @T.inline
-    def at(self, step, steps):
-        is_right = 0 if steps.masked else self.is_right(step)
-        return KeyBlock(self, step, steps, is_right)
+    def at(self, step, step_range):
+        is_right = 0 if step_range.masked else self.is_right(step)
+        return KeyBlock(self, step, step_range, is_right)

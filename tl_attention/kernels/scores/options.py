@@ -93,9 +93,15 @@ class Scores:
     """Transformation of raw scores Q Kᵀ into scores for the softmax, and their factor in exponents of base 2.
 
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
-    two_sides: an ALiBi bias is linear on either side of the diagonals.
-    by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
-    sums_pairs: of Traced.
+
+    Args:
+        cols: columns of a score tile; None where there is no program.
+        rows_are_keys: score tiles are [keys, queries].
+        staged: see alloc_staged().
+        two_sides: an ALiBi bias is linear on either side of the diagonals.
+        hides_raw: hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0.
+        by_element: a causal ALiBi bias is subtracted from each score, not added by a product.
+        sums_pairs: see Traced.
     """
 
     def __init__(
@@ -112,7 +118,6 @@ class Scores:
         sums_pairs: bool = False,
         name: str = "scores",
     ):
-        # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
         self.hides_raw = hides_raw
         self.rows_are_keys = rows_are_keys
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
@@ -164,7 +169,7 @@ class Scores:
 
     @T.inline
     def begin(self, acc_s, columns):
-        """Set acc_s to the linear bias, which Q Kᵀ is then added to."""
+        """Set acc_s to the linear bias, if there is one. Q Kᵀ is then added to it."""
         if self.linear is not None:
             self.linear.multiply(columns, acc_s)
 
@@ -326,7 +331,7 @@ class Scores:
 
     @T.inline
     def prepare(self, acc_s, diagonal):
-        """Apply what exponent() expects to be applied before; in the backward."""
+        """Apply the changes of scores that exponent() does not apply itself; in the backward."""
         self.cap(acc_s)
         if not self.capped:  # with a softcap the bias is applied later: sloped() needs scores after cap()
             self.bias(acc_s, diagonal)

@@ -113,13 +113,13 @@ class ForwardScores:
 
     @T.inline
     def look_up(self, query, block):
-        blocks, step, steps, traced = block.blocks, block.step, block.steps, self.scores.traced
-        if blocks.listed and (traced.needs_key or (steps.masked and not self.scores.has_whole_bits)):
+        blocks, step, step_range, traced = block.blocks, block.step, block.step_range, self.scores.traced
+        if blocks.listed and (traced.needs_key or (step_range.masked and not self.scores.has_whole_bits)):
             blocks.find(step)
-        if self.scores.has_bits and steps.masked:
-            if blocks.is_ahead(steps):
+        if self.scores.has_bits and step_range.masked:
+            if blocks.is_ahead(step_range):
                 traced.fetch_bits(blocks.place_ahead[0], query, blocks.key_at(step))
-                blocks.read_ahead(blocks.next_partial(step, steps))
+                blocks.read_ahead(blocks.next_partial(step, step_range))
             else:
                 traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
         if self.scores.fetches or self.scores.has_diagonals:
@@ -127,22 +127,22 @@ class ForwardScores:
 
     @T.inline
     def apply(self, acc_s, query, block, at_zero=False):
-        blocks, step, steps, traced = block.blocks, block.step, block.steps, self.scores.traced
+        blocks, step, step_range, traced = block.blocks, block.step, block.step_range, self.scores.traced
         if at_zero:
             self.polynomial.apply(acc_s)
         else:
             self.scores.cap(acc_s)
         self.scores.bias(acc_s, block.diagonal(query))
-        if self.two_sides and steps.masked:
+        if self.two_sides and step_range.masked:
             self.scores.linear.fold(acc_s, block.diagonal(query))
         if traced is not None:
             traced.locate(query, blocks.key_at(step), blocks.how_at(step))
             traced.apply(acc_s)
-            if steps.masked or not blocks.listed:
-                may_hide = not steps.is_last_block or blocks.may_hide(step)
+            if step_range.masked or not blocks.listed:
+                may_hide = not step_range.is_last_block or blocks.may_hide(step)
                 traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
         if not blocks.listed:
-            blocks.hide(acc_s, query, step, steps)
+            blocks.hide(acc_s, query, step, step_range)
 
     def shift(self, query: Any, block: KeyBlock) -> Any:
         return self.scores.shift(block.diagonal(query), block.is_right)

@@ -15,7 +15,8 @@ from tl_attention.config.kernel_configs import FwdConfig
 from tl_attention.kernels.seams.roles import WARPGROUP
 from tl_attention.problem.attn_problem import AttnProblem
 
-# First free named barrier: TileLang 0.1.15 uses 0 to 2, and its ThreadSync pass takes 3, 4, ..
+# First of the named barriers of this module: TileLang 0.1.15 uses 0 to 2, and its ThreadSync pass takes 3, 4, ..
+# From it on: 4 for the turns of warpgroups at the tensor cores, 3 for the threads of a warpgroup each, 1 for all consumers
 FIRST_BARRIER = 8
 # Registers per thread of (the producer, the consumers), by the number of consumer warpgroups
 REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -45,7 +46,7 @@ def registers(
 
     Args:
         makes_terms: warps beside the producer make terms, see input_terms.py.
-        full: take REGISTERS with varlen, too.
+        full: consumers need REGISTERS also with varlen.
     """
     wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim <= 64
     return (VARLEN_REGISTERS if wide or makes_terms else REGISTERS).get(warpgroups)
@@ -73,7 +74,13 @@ def alloc_swizzled(shape: list[int], dtype: str, chunk: int = 64):
     return tiles
 
 
+def indices(values: tuple) -> tuple[int, ...]:
+    """Indices that unroll a loop in a kernel; a loop over buffers or variables themselves would lose their names (TileLang 0.1.15)."""
+    return tuple(range(len(values)))
+
+
 def alloc_fragments(shapes: list[list[int]], dtype: str):
+    """Tiles in registers, one per shape."""
     return tuple(T.alloc_fragment(shape, dtype) for shape in shapes)
 
 
@@ -82,8 +89,8 @@ class TileRing:
     """Ring of smem tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
 
     Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase to wait for at the slot's barrier.
-    A wait for a parity also passes before the phase of two times ago has ended. So whoever waits for a phase has to know that the phase
-    before it has ended: it waited for that, too, or for what follows from it.
+    A wait for a parity passes at once if the barrier is two phases behind. So whoever waits for a phase must know that the phase before it
+    has ended: it has waited for that phase, or for something that happens after it.
 
     Args:
         shape: [slots, rows, cols].
@@ -178,9 +185,12 @@ def input_ring(
     raw_fp32: bool = False,
     chunk: int = 64,
 ) -> TileRing:
-    """TileRing of Q, K, V or dO, [slots, rows] of shape, all terms of its `width` columns side by side.
+    """TileRing of Q, K, V or dO, with all terms of its columns side by side.
 
     Args:
+        name: Q, K, V or dO.
+        shape: [slots, rows].
+        width: columns of one term.
         raw_fp32: fp32 is loaded as it is, and split_tile.py makes the terms; else TMA loads the terms. Of no effect in 16 bits.
         chunk: as in alloc_swizzled.
     """
@@ -210,14 +220,17 @@ def alloc_terms(warpgroups: int, terms: int, shape: list[int], dtype: str, name:
 
 @T.meta_class
 class WrittenTiles:
-    """Shared tiles that warps write and wgmma or TMA reads, once per step. `full`: the barriers of their slots."""
+    """Shared tiles that warps write and wgmma or TMA reads, once per step.
+
+    A subclass has `full`, one barrier per slot, at which each warp arrives when it has written its share.
+    """
 
     def slot(self, step: Any) -> Any:
         return 0
 
     @T.inline
     def announce(self, step):
-        """Arrive, a warp at a time, when it has written its share."""
+        """Make the share that this warp has written visible to wgmma and TMA, and arrive."""
         T.fence_proxy_async()
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
@@ -234,11 +247,11 @@ class Exchange(WrittenTiles):
         self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
 
     def columns(self, step: Any, w: int, cols: slice) -> Any:
-        """Columns of the tile that warpgroup w wrote in a step."""
+        """Columns `cols` of the tile that warpgroup w wrote in a step."""
         return self.tiles[w][:, cols]
 
     def tile(self, step: Any, w: int) -> Any:
-        """The whole tile."""
+        """The whole tile that warpgroup w wrote in a step."""
         return self.tiles[w][:, :]
 
     def wait(self, step):
@@ -249,7 +262,7 @@ class Exchange(WrittenTiles):
 
     @T.inline
     def write(self, w, address, step, fragment):
-        """Write the tile of warpgroup w. address: as an ExchangeRing needs it; not read."""
+        """Write the tile of warpgroup w. address: not read; ExchangeRing.write() needs it."""
         T.copy(fragment, self.tiles[w])
 
     @T.inline
@@ -289,11 +302,11 @@ class ExchangeRing(WrittenTiles):
         return step % 2
 
     def columns(self, step: Any, w: int, cols: slice) -> Any:
-        """Columns of the tile that warpgroup w wrote in a step."""
+        """Columns `cols` of the tile that warpgroup w wrote in a step."""
         return self.tiles[step % 2 * self.warpgroups + w, :, cols]
 
     def tile(self, step: Any, w: int) -> Any:
-        """The whole tile."""
+        """The whole tile that warpgroup w wrote in a step."""
         return self.tiles[step % 2 * self.warpgroups + w, :, :]
 
     def wait(self, step):
@@ -308,7 +321,7 @@ class ExchangeRing(WrittenTiles):
 
     @T.inline
     def write(self, w, address, step, fragment):
-        """Write the tile of a step. address: of address(w)."""
+        """Write the tile of warpgroup w in a step. address: that of address(w)."""
         slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
         T.evaluate(store_fragment(fragment, slot))
 
@@ -321,7 +334,7 @@ class ExchangeRing(WrittenTiles):
 def alloc_exchange(
     two_slots: bool, warpgroups: int, cols: int, dtype: str, name: str, readers: int | None = None
 ) -> Exchange | ExchangeRing:
-    """Shared memory of tiles [64, cols] that a warpgroup writes and all read."""
+    """Tiles [64, cols] in shared memory that each warpgroup writes and all read; see the two classes."""
     if two_slots:
         return ExchangeRing(warpgroups, cols, dtype, name, readers)
     return Exchange(warpgroups, [64, cols], dtype, name)
@@ -375,9 +388,9 @@ def wait_for_stores(read=True):
 
 @T.macro
 def share(w, fragments, tiles):
-    """Copy operands of a warpgroup to its smem tiles, once per step."""
+    """Copy operands of warpgroup w to its smem tiles, once per step."""
     sync_warpgroup(w)  # all warps have the product of the previous step
-    for n in tuple(range(len(tiles))):
+    for n in indices(tiles):
         T.copy(fragments[n], tiles[n])
     T.fence_proxy_async()
     sync_warpgroup(w)

@@ -14,8 +14,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.seams.pipeline import alloc_fragments
-from tl_attention.kernels.seams.softmax import indices
+from tl_attention.kernels.seams.pipeline import alloc_fragments, indices
 
 
 def alloc_further_terms(shape: list[int], terms: int) -> tuple:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.seams.softmax import indices
+from tl_attention.kernels.seams.pipeline import indices
 
 
 def store_rows(acc: Any, tensor: Any, place: tuple, row_stride: Any, rows: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.seams.pipeline import indices
+
 # The next tile is drawn this many steps before the end of a tile: in time to be located and to have its pages looked up
 DRAW_AHEAD = 4
 
@@ -81,6 +83,7 @@ class TileOrder:
 
     @property
     def grouped(self) -> bool:
+        """True if tiles are numbered within groups of heads."""
         return self.longest_first or self.splits is not None or self.table is not None
 
     @property
@@ -94,11 +97,11 @@ class TileOrder:
 
 @T.meta_class
 class Tile:
-    """Position of the current tile: its query block, head and batch index; its share of a split; its sequence in a table.
+    """Position of the current tile: query block, head and batch index; number of its split; sequence, where there is a table.
 
-    These are variables: as expressions of the tile's number they took the prover of TileLang 0.1.15 a minute.
+    The numbers are variables: as expressions of the tile's number they took the prover of TileLang 0.1.15 a minute.
 
-    loads_keys: its warp loads keys, so it needs the key head of a tile that it reads in a TileBox, too.
+    loads_keys: a warp that loads keys has this tile, so it also needs the key head of a tile that it reads from a TileBox.
     """
 
     def __init__(self, order: TileOrder, loads_keys: bool = False, name: str = "tile"):
@@ -127,10 +130,12 @@ class Tile:
 
     @property
     def position(self) -> tuple:
+        """Variables that a TileBox holds of each tile."""
         return self.block, self.head_idx, self.batch_idx
 
     @property
     def sequence(self) -> tuple:
+        """Variables that a TileBox holds of the sequence of a tile in a table."""
         return () if self.order.table is None else (self.end_q, self.len_q, self.end_k, self.len_k)
 
     @property
@@ -207,25 +212,25 @@ class Tile:
         self.padded_k[0] = T.shfl_sync(self.order.table[entry, 7], 0)
 
 
-def indices(values: tuple) -> tuple[int, ...]:
-    """Indices that unroll a loop in a kernel; a loop over the variables themselves would lose their names (TileLang 0.1.15)."""
-    return tuple(range(len(values)))
-
-
 @T.meta_class
 class TileBox:
     """Mailbox in shared memory with two slots, in which the producer describes each tile to the consumers.
 
-    A description holds 3 numbers of the tile's position, its first step, up to 4 step counts and, with a table, 4 numbers of its
-    sequence, 6 if `padded`. So consumers neither divide nor count. Turn i of a CTA, its i-th tile, uses slot i % 2. An m_block of -1 ends
-    the work.
+    Consumers so neither divide nor count. The numbers of a description:
+
+        0 to 2  position of the tile; -1 in place of the m_block ends the work
+        3       first step of the tile
+        4 to 7  step counts
+        8, ..   with has_table 4 of the sequence, and with `padded` 4 more; without a table these are for further step counts
+
+    Turn i of a CTA, its i-th tile, uses slot i % 2.
 
     The producer posts a description once it has room for the tile's queries. Consumers have then released the queries of one or two turns
     before, and they read this slot before they release them. An mbarrier does not keep the compiler from moving plain loads and stores
     across it; a sync_warp on either side does.
     """
 
-    posts_first_step = True
+    posts_first_step = True  # False: readers count the steps, as number 3 belongs to the position
 
     def __init__(self, has_table: bool, padded: bool = False, name: str = "tile_box"):
         self.tiles = T.alloc_shared([2, 8 + 4 * has_table + 4 * padded], "int32")
@@ -265,7 +270,7 @@ class TileBox:
     def each_posted(self, tile, blocks, work):
         """Read each posted tile and its blocks, and call work(turn, first_step), until the end of the work.
 
-        first_step: of the tile, as steps of rings continue from tile to tile. It is counted where it is not posted.
+        first_step: of the tile in the rings, whose steps are counted through all tiles of a CTA.
         """
         turn = T.alloc_var("int32", init=0)
         counted = None if self.posts_first_step else T.alloc_var("int32", init=0)
@@ -429,17 +434,20 @@ class TileStream:
 
     @T.inline
     def draw_ticket(self):
+        """Draw a number from the counter, in lane 0."""
         if self.dynamic:
             if T.get_thread_binding() % 32 == 0:
                 self.drawn[0] = T.atomic_add(self.tickets[0], 1, return_prev=True)
 
     @T.inline
     def advance(self, turn):
+        """Go to the next number, unless the tile of this turn was a recomputation."""
         if self.is_new(turn):
             self.next_number()
 
     @T.inline
     def next_number(self):
+        """Set `number` to what draw_ticket() has drawn, or to the next of every ctas-th."""
         if self.dynamic:
             self.number[0] = self.not_drawn + T.shfl_sync(self.drawn[0], 0)
         else:
@@ -447,7 +455,7 @@ class TileStream:
 
     @T.inline
     def skip_to(self, end):
-        """Skip numbers before `end`, which have no tiles."""
+        """Go to the next number from `end` on: those before it have no tiles."""
         if self.dynamic:
             if T.get_thread_binding() % 32 == 0:
                 T.atomic_max(self.tickets[0], end - self.not_drawn)
@@ -476,9 +484,14 @@ class TileStream:
 
     @T.inline
     def close(self):
-        """Set the counter back to 0 for the next kernel on this stream; the last CTA at the end does."""
+        """End the stream; call it after the last tile."""
         if self.dynamic:
-            if T.get_thread_binding() % 32 == 0:
-                if T.atomic_add(self.tickets[1], 1, return_prev=True) == self.ctas - 1:
-                    self.tickets[0] = 0
-                    self.tickets[1] = 0
+            self.reset_tickets()
+
+    @T.inline
+    def reset_tickets(self):
+        """Set the counters back to 0 for the next kernel on this stream, in the last CTA that ends."""
+        if T.get_thread_binding() % 32 == 0:
+            if T.atomic_add(self.tickets[1], 1, return_prev=True) == self.ctas - 1:
+                self.tickets[0] = 0
+                self.tickets[1] = 0

@@ -6,7 +6,7 @@ import math
 
 import tilelang.language as T
 
-from tl_attention.kernels.seams.pipeline import any_of_warpgroup
+from tl_attention.kernels.seams.pipeline import any_of_warpgroup, indices
 
 LOG2E = math.log2(math.e)
 # Initial row max. It is below all scores, its product with a large scale is finite, and LOWEST - LOWEST is 0, where -inf would give NaN
@@ -17,13 +17,8 @@ SMALLEST_SCALE = 2.0**-126
 LAZY_GROWTH = 8.0
 # Largest row sum with a held row max. bf16 has the range for it; larger sums would leave too little range for O
 LARGEST_HELD_SUM = 2.0**64
-# Largest magnitude of a maximum, as a power of 2, in place of which 0 may be held
+# Largest magnitude of a row max, in base 2, in place of which 0 may be held
 NEAR_ZERO = 30.0
-
-
-def indices(values: tuple) -> tuple[int, ...]:
-    """Indices that unroll a loop in a kernel."""
-    return tuple(range(len(values)))
 
 
 def rows_layout():
@@ -40,7 +35,7 @@ def rows_layout():
 
 
 def of_row(value, i):
-    """A value of row i: a number for all rows, or a function from a row."""
+    """The value of row i. value: a number for all rows, or a function from a row."""
     return value(i) if callable(value) else value
 
 
@@ -51,12 +46,12 @@ class OnlineSoftmax:
     The row max is a maximum of raw scores; scale_log2 > 0 multiplies them in the exponent. Until finish() each thread of a quad sums its
     own columns of a row, so no step needs a shuffle for row sums. P is at most 2 ** growth.
 
-    may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a
-        warpgroup, whatever its scores.
+    growth: increase of a row max, in powers of 2, up to which update_max() leaves row_max as it is.
+    may_hold_zero: hold_zero() may be called. at_zero is then 1 while the row max of all rows of a warpgroup is held at 0.
     sums_directly: steps that hold the row max add to the sums of all steps, not to a sum of their own first.
-    rounds_alike: row max times scale is rounded before it is added. Else the compiler makes an FMA of both, or not, in each kernel by
-        itself.
-    keeps_largest: `largest` is the largest score of each row, which row_max is only up to `growth`. Each step has to follow.
+    rounds_alike: row max times scale is rounded before it is subtracted. Else the compiler decides in each kernel whether to fuse both into
+        an FMA.
+    keeps_largest: `largest` is the largest score of each row, from which row_max may differ by `growth`. Each step updates the row max.
     """
 
     def __init__(
@@ -90,35 +85,35 @@ class OnlineSoftmax:
             T.fill(self.largest, LOWEST)
 
     @T.inline
-    def update(self, acc_s, shift=None, follow=True, at_zero=False):
+    def update(self, acc_s, shift=None, updates_max=True, at_zero=False):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
-        follow: update row_max first; else row_max is held, and each row must have seen a score before.
+        updates_max: update row_max first; else row_max is held, and each row must have seen a score before.
         at_zero: the row max is 0 and held, and scores are exponents already.
         """
-        if follow:
-            self.follow(acc_s, shift)
+        if updates_max:
+            self.update_max(acc_s, shift)
         for i, j in T.Parallel(64, self.block_N):
             acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, at_zero))
-        if self.sums_directly and not follow:
-            # Other steps give partial_sum its layout, by reduce_sum. From these loops alone TileLang 0.1.15 makes one with all columns
+        if self.sums_directly and not updates_max:
+            # reduce_sum in other steps gives partial_sum its layout: these loops alone would get one with all columns (TileLang 0.1.15)
             for n in tuple(range(self.block_N // 8)):
                 for i, j in T.Parallel(64, 8):
                     self.partial_sum[i, j] += acc_s[i, 8 * n + j]
         else:
             T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
             for i, j in T.Parallel(64, 8):
-                if follow:
+                if updates_max:
                     self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
                 else:
                     self.partial_sum[i, j] += self.block_sum[i, j]
 
     @T.inline
-    def follow(self, acc_s, shift):
+    def update_max(self, acc_s, shift):
         """Update row_max, and set row_scale, the factor for what was summed before.
 
-        row_max changes only if the maximum has grown by more than `growth`: any row_max gives the same quotient, and most
-        steps then need no rescale.
+        row_max changes only if the maximum has grown by more than `growth`, so that most steps need no rescale. Any row_max gives the same
+        quotient.
         """
         T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
         if shift is None:
@@ -144,9 +139,9 @@ class OnlineSoftmax:
 
     @T.inline
     def hold_zero(self, w, acc_s, may):
-        """Hold a row max of 0 in place of maxima near it, which saves its subtraction; for a whole warpgroup, after the first update().
+        """Hold a row max of 0, which saves its subtraction, if `may` and all row maxima of a warpgroup are near 0.
 
-        acc_s and the row sums become relative to 0. Not unless `may`, nor if flag is 1 in a thread.
+        Call it after the first update(). acc_s and the row sums become relative to 0. A thread with flag 1 prevents it.
         """
         for i in T.Parallel(64, loop_layout=rows_layout()):
             if T.abs(self.row_max[i] * self.scale_log2) > NEAR_ZERO:
@@ -192,21 +187,21 @@ class OnlineSoftmax:
     @T.inline
     def scale_rows(self, accs):
         """Multiply tiles side by side by row_scale."""
-        for n in indices(accs):  # a loop over the tiles themselves would lose their names (TileLang 0.1.15)
+        for n in indices(accs):
             rows, cols = accs[n].shape
             for i, j in T.Parallel(rows, cols):
                 accs[n][i, j] *= self.row_scale[i]
 
     @T.inline
     def check_sums(self):
-        """Compare the row sums with LARGEST_HELD_SUM, for overflowed()."""
+        """Set flag to 1 in threads with a row sum above LARGEST_HELD_SUM, else to 0; for overflowed()."""
         self.flag[0] = 0
         for i, j in T.Parallel(64, 8):
             if self.partial_sum[i, j] > LARGEST_HELD_SUM:
                 self.flag[0] = 1
 
     def overflowed(self):
-        """True if a check of the sums has set `flag` in a thread of this warp: the row max does not serve for one of its rows."""
+        """True if flag is set in a thread of this warp: the held row max of one of its rows does not serve."""
         return T.any_sync(self.flag[0] != 0)
 
     @T.inline
@@ -217,9 +212,8 @@ class OnlineSoftmax:
         """
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
         if sink is not None:
-            for i in T.Parallel(
-                64, loop_layout=rows_layout()
-            ):  # relative to a maximum that includes the sink
+            # Relative to a maximum that includes the sink
+            for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_max_prev[i] = T.max(self.scaled(self.row_max[i]), of_row(sink, i) * LOG2E)
                 self.row_scale[i] = T.exp2(self.scaled(self.row_max[i]) - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(

@@ -81,6 +81,7 @@ def query_blocks(
 
 
 def block_of(entry: Any) -> Any:
+    """Number of the block of an entry."""
     return entry >> HOW_BITS & (1 << BLOCK_BITS) - 1
 
 
@@ -184,18 +185,18 @@ class ListedKeyBlocks:
         if self.place_ahead is not None:
             self.place_ahead[0] = self.places[self.first_entry[0] + step]
 
-    def is_ahead(self, steps: StepRange) -> bool:
-        """True if places of a range are read ahead: not those of steps that few tiles have."""
-        return self.place_ahead is not None and (steps.is_last_block or not steps.check_right)
+    def is_ahead(self, step_range: StepRange) -> bool:
+        """True if the places of a range are read ahead: not in the masked range after step 0, which few tiles have."""
+        return self.place_ahead is not None and (step_range.is_last_block or not step_range.check_right)
 
-    def next_partial(self, step: Any, steps: StepRange) -> Any:
+    def next_partial(self, step: Any, step_range: StepRange) -> Any:
         """Step whose place is read ahead at a step; there is an entry after the last one."""
-        if steps.is_last_block:
+        if step_range.is_last_block:
             return T.max(self.num_masked[0], 1) + self.num_whole[0]
         return step + 1
 
-    def at(self, step: Any, steps: StepRange) -> KeyBlock:
-        return KeyBlock(self, step, steps)
+    def at(self, step: Any, step_range: StepRange) -> KeyBlock:
+        return KeyBlock(self, step, step_range)
 
     def key_at(self, step: Any) -> Any:
         return self.found_key[0]

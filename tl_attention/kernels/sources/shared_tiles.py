@@ -140,7 +140,7 @@ class SharedKeyBlocks(KeyBlocks):
 
     @T.inline
     def read_partners(self, turn, tile_box):
-        """Read `partners` and `rank` again, in place of holding them in registers."""
+        """Read `partners` and `rank` again, in place of holding them in registers: the third and the fourth of `counts`."""
         self.partners[0] = T.shfl_sync(tile_box.tiles[turn % 2, 6], 0)
         self.rank[0] = T.shfl_sync(tile_box.tiles[turn % 2, 7], 0)
 
@@ -246,11 +246,7 @@ class SharingStream(TileStream):
 
     @T.inline
     def close(self):
-        """Set the counters back to 0 for the next kernel on this stream; the last CTA at the end does."""
-        if T.get_thread_binding() % 32 == 0:
-            if T.atomic_add(self.tickets[1], 1, return_prev=True) == self.ctas - 1:
-                self.tickets[0] = 0
-                self.tickets[1] = 0
+        self.reset_tickets()
 
 
 @T.meta_class

@@ -119,9 +119,8 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                             len_q = length(Cu_q, use_q, Used_q, b)
                             len_k = length(Cu_k, use_k, Used_k, b)
                             low = T.atomic_add(next_entry[steps], count_k, return_prev=True)
-                            if (
-                                low + count_k <= entries
-                            ):  # whole, or other tiles would wait for those left out
+                            # All of them or none: else other tiles would wait for those left out
+                            if low + count_k <= entries:
                                 for i in T.serial(count_k):
                                     write_entry(
                                         Table_k, low + i, b, i, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys

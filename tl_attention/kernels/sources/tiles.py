@@ -8,10 +8,9 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.config.kernel_configs import BwdPass
-from tl_attention.kernels.seams.pipeline import HALVES
+from tl_attention.kernels.seams.pipeline import HALVES, indices
 from tl_attention.kernels.seams.products import CHUNK, add_transposed
 from tl_attention.kernels.seams.row_stores import store_rows, store_to_tensor, store_vector
-from tl_attention.kernels.seams.softmax import indices
 from tl_attention.kernels.sources.pages import PagedLoads
 from tl_attention.problem.attn_problem import FAR, AttnProblem
 

@@ -1,7 +1,7 @@
 """dQ by a warpgroup of its own, which owns no keys: the order "apart" of a backward by keys.
 
-The consumers only share dS' of each step. The product of dQ, its registers and its additions are not theirs. A warp adds 16 rows of 64
-columns at a time: it writes them to shared memory, from where TMA adds them to the sums.
+The consumers write dS' of each step to shared memory, and have no part in the product and the additions of dQ. A warp of the warpgroup adds
+16 rows of 64 columns at a time: it writes them to shared memory, from where TMA adds them to the sums.
 
 With the schedule ordered a warp adds in the turns of order.py. An addition by TMA takes about as long as a step, so those of a step are
 announced in the next one.
@@ -76,16 +76,15 @@ class SumsByTma:
 
 
 def piece_columns(producer: KeyTileProducer) -> int:
+    """Columns of a piece of dQ."""
     return min(COLUMNS, producer.problem.head_dim)
 
 
 def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
     """(first row, first column) of each piece of dQ of a step."""
-    rows, columns = (
-        range(0, producer.config.block_M, ROWS),
-        range(0, producer.problem.head_dim, piece_columns(producer)),
-    )
-    return tuple(itertools.product(rows, columns))
+    first_rows = range(0, producer.config.block_M, ROWS)
+    first_columns = range(0, producer.problem.head_dim, piece_columns(producer))
+    return tuple(itertools.product(first_rows, first_columns))
 
 
 @T.macro
@@ -131,7 +130,7 @@ def add_dq(producer: KeyTileProducer) -> None:
         for_all_keys(ring.release, turn)
         sink.rounding.report(tile, producer.tiles)
 
-    producer.walk(
+    producer.each_step(
         lambda *place: add_step(producer, acc_dq, turns, *place),
         begin=begin_tile,
         end=end_tile,

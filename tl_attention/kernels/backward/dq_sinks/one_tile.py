@@ -76,4 +76,4 @@ class DqTiles(WrittenTiles):
         def send(step: Any, tile: Any, blocks: Any) -> None:
             self.send(step, producer.tiles, tile, blocks)
 
-        return (lambda: producer.walk(send),)
+        return (lambda: producer.each_step(send),)

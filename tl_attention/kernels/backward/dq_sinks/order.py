@@ -66,21 +66,24 @@ class AnyOrder:
 class AddingOrder:
     """Barriers of ordered additions, two slots each: step i uses slot i % 2.
 
-    A step is admitted after the turn of the step before the last has been taken on, so no barrier is two phases ahead of who waits.
+    A step is admitted after the warp that passes turns on has seen the additions of two steps before. So no barrier is two phases ahead of
+    a warp that waits for it.
     """
 
     tiles_wait = True
 
-    def __init__(self, consumer_warps: int, name: str = "adding"):
-        self.admitted = T.alloc_barrier([1, 1])  # the consumers may add dQ of the step
-        self.added = T.alloc_barrier([consumer_warps] * 2)  # every warp has added its share
+    def __init__(self, adding_warps: int, name: str = "adding"):
+        self.admitted = T.alloc_barrier([1, 1])  # dQ of the step may be added
+        self.added = T.alloc_barrier([adding_warps] * 2)  # every warp that adds has added its share
         self.taken_on = T.alloc_barrier([1, 1])  # the warp that passes turns on has seen that
 
     def wait(self, step: Any) -> Any:
+        """Wait until dQ of a step may be added."""
         return T.mbarrier_wait_parity(self.admitted[step % 2], step // 2 % 2)
 
     @T.inline
     def announce(self, step):
+        """Report that this warp has added its share of a step."""
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.added[step % 2])
@@ -105,7 +108,7 @@ class TmaTurns:
 
     @T.inline
     def begin(self, step):
-        """End the turn of the step before, and wait for that of a step."""
+        """End the turn of the step before, and wait for the turn of this step."""
         if self.step[0] >= 0:
             self.end()
         self.adding.wait(step)
@@ -141,6 +144,7 @@ class OrderKeeper:
 
     @T.inline
     def admit_step(self, step, tile, blocks):
+        """Wait for the turn of a step, and admit the warps that add."""
         T.mbarrier_wait_parity(self.adding.taken_on[step % 2], step // 2 % 2 ^ 1)
         if T.get_thread_binding() % 32 == 0:
             if blocks.query + self.producer.config.block_M > tile.shared_from[0]:
@@ -151,6 +155,7 @@ class OrderKeeper:
 
     @T.inline
     def pass_step_on(self, step, tile, blocks):
+        """Wait for the additions of a step, and pass its turn on."""
         T.mbarrier_wait_parity(self.adding.added[step % 2], step // 2 % 2)
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.adding.taken_on[step % 2])
@@ -159,9 +164,9 @@ class OrderKeeper:
             )
 
     def admit(self) -> None:
-        """Let the consumers add in each step when the turn has come."""
-        self.producer.walk(self.admit_step)
+        """Run admit_step() for each step."""
+        self.producer.each_step(self.admit_step)
 
     def pass_on(self) -> None:
-        """Pass the turn of each step to the tile that is drawn next."""
-        self.producer.walk(self.pass_step_on)
+        """Run pass_step_on() for each step."""
+        self.producer.each_step(self.pass_step_on)

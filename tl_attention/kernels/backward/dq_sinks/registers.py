@@ -11,7 +11,7 @@ import tilelang.language as T
 from tl_attention.kernels.backward.dq_sinks.order import AddingOrder, AnyOrder
 from tl_attention.kernels.backward.dq_sinks.round import NoRounding
 from tl_attention.kernels.backward.key_tiles import Piece
-from tl_attention.kernels.seams.softmax import indices
+from tl_attention.kernels.seams.pipeline import indices
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def rounding_code(problem: AttnProblem, blocks_of_rows: str, loop: str) -> str:
 
     Args:
         blocks_of_rows: blocks of 16 rows that are rounded and become zeros, where `rows_left` have a gradient.
-        loop: file with that of the warps.
+        loop: file of kernels/cuda/ with the loop of the warps that round.
     """
     values: dict[str, object] = {
         "BLOCKS_OF_ROWS": blocks_of_rows,
@@ -87,7 +87,7 @@ class RecycledBlocks(RowMajorBlocks):
 
 @dataclass(frozen=True)
 class NoRounding:
-    """Sums of dQ that no warp of the pass rounds, with the methods of Rounding. sums None: there are none."""
+    """Stand-in for the Rounding of a pass that does not round dQ. sums: FragmentBlocks of dQ; None where dQ is stored whole."""
 
     warps, tiles_wait = 1, False
 
@@ -113,13 +113,13 @@ class Rounding:
     Args:
         dQ: gradient [batch, seqlen_q, heads, columns <= head_dim]; of packed sequences as tiles.packed has it.
         sums: RowMajorBlocks.
-        progress: int32, 0 before the kernel; what it counts is for a subclass to say.
+        progress: counters, int32, 0 before the kernel; see the subclasses.
         counts: key_tiles.KeyTileCounts.
 
     Attributes:
-        loop: CUDA function that the warps that round run.
-        warps: number of these.
-        tiles_wait: as DqSink has it.
+        loop: name of the CUDA function that the warps that round run.
+        warps: number of these warps.
+        tiles_wait: see DqSink.
     """
 
     loop = ""
@@ -134,11 +134,11 @@ class Rounding:
     heads_kv: Any
 
     def counter(self, tile: Any) -> Any:
-        """Index in `progress` of the count of additions that a tile belongs to."""
+        """Index in `progress` of the counter of additions of a tile."""
         raise NotImplementedError
 
     def weight(self, tile: Any, tiles: Any) -> Any:
-        """Count that a warp adds for a tile."""
+        """Number that a warp adds to the counter of a tile."""
         raise NotImplementedError
 
     def await_slot(self, tile: Any) -> Any:
@@ -150,7 +150,7 @@ class Rounding:
         raise NotImplementedError
 
     def loop_arguments(self) -> tuple:
-        """Arguments of the loop between the gradient and the scale."""
+        """Arguments of `loop` between the gradient and the scale."""
         raise NotImplementedError
 
     def count_added(self, tile: Any, number: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The way of dQ to global memory, of a pass of the backward by keys."""
+"""How dQ leaves a pass of the backward by keys: as additions to sums in global memory, or stored whole."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 
 class DqSink(Protocol):
-    """Way of dQ of a step from the registers of the consumers to global memory.
+    """How dQ of a step goes from the registers of the consumers to global memory.
 
-    They call wait_free(), add() and announce(), in this order. In the order "apart" they do not, as they do not compute dQ.
+    The consumers call wait_free(), add() and announce(), in this order. In the order "apart" they call none, as they do not compute dQ.
     """
 
     rounding: Rounding | NoRounding
@@ -30,7 +30,7 @@ class DqSink(Protocol):
         """True if a tile may wait for tiles that were drawn before it."""
 
     def row_block(self, tiles: Any, tile: Any, blocks: Any) -> Any:
-        """Place of dQ of the current step, which the consumers hold until they add it; 0 where add() does not read it."""
+        """Row block of the sums that dQ of the current step is added to; 0 where add() does not read it."""
 
     def wait_free(self, step: Any) -> None:
         """Wait until dQ of a step may be added."""
@@ -39,10 +39,10 @@ class DqSink(Protocol):
         """Add what warpgroup w has computed of dQ of a step: a fragment per piece of key_tiles.dq_pieces()."""
 
     def announce(self, step: Any) -> None:
-        """Say that this warp has added its share of a step."""
+        """Report that this warp has added its share of a step."""
 
     def further_warps(self, producer: Any) -> tuple[Callable[[], None], ...]:
-        """Functions of the warps beside the producer that bring dQ on its way."""
+        """Functions of the warps beside the producer that store or round dQ, or keep the order of additions."""
 
 
 def rounding_of(
@@ -59,7 +59,7 @@ def rounding_of(
 
     Args:
         tensors: dQ, dQ_sum and the progress of the rounding.
-        slots: as DqRounding has them; with packed sequences those of the ring.
+        slots: units whose sums exist at a time, see DqRounding; with packed sequences tiles of the ring.
         rounded_q: rows of the sums of a head.
         table: tile table of keys with packed sequences, else None.
     """

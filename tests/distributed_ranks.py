@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fork_server import start_fork_server
 
 SECONDS = 120  # of the process group
 
@@ -22,7 +23,7 @@ SECONDS = 120  # of the process group
 class Processes:
     """Ranks of one process group, in processes of their own; started by the first call, and again after an error.
 
-    The processes are forks of a server that has imported this package once.
+    The processes are forks of the server of fork_server.py.
     """
 
     def __init__(self, world: int, device: str = "cpu", seconds: float = SECONDS):
@@ -32,7 +33,7 @@ class Processes:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "distributed_cases"])
+        start_fork_server()
         self._folder = folder = Path(tempfile.mkdtemp())
         for rank in range(self.world):
             mine, its = context.Pipe()

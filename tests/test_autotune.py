@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from fork_server import start_fork_server
 from rich.console import Console
 
 from tl_attention.compilation import cubin, sandbox
@@ -38,12 +39,17 @@ from tl_attention.tuning import autotune, progress, steps
 from tl_attention.tuning.results import Attempt
 from tl_attention.tuning.steps import Row, Steps
 
-# Subprocesses import this file; with its imports preloaded they start at once
-sandbox.PRELOAD = (*sandbox.PRELOAD, "pytest", "rich.console")
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 SHAPE = Shape(4, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
 GOOD = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> None:
+    """Subprocesses import this file; with its imports preloaded they start at once."""
+    start_fork_server()
 
 
 def nothing() -> None:

@@ -107,6 +107,7 @@ def test_plans_are_found_by_metadata(monkeypatch):
     assert len(made) == 3
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("name", ["append", "decode", "merge"])
 def test_kernels_of_a_decode_wait_for_the_kernel_before_them(name):
     """They launch before its end, so nothing may be read or written before the wait."""

@@ -333,7 +333,7 @@ def random_score(draw: random.Random):
 ONE_BLOCK = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("group", range(10))
 def test_gallery_random_functions_agree_with_torch_and_autograd(group):
     """Thirty functions each."""

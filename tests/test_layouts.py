@@ -98,7 +98,7 @@ def test_annotated_layouts_that_are_not_inferred_are_kept(monkeypatch):
         assert len(calls) == 2
         return True
 
-    assert inference(monkeypatch, *KERNELS["forward"], compare)
+    assert inference(monkeypatch, CAUSAL, FwdConfig(64, 32), compare)
 
 
 def test_views_of_one_memory_are_different():

@@ -168,6 +168,7 @@ def hashes_of(tmp_path, monkeypatch):
 TEXTS = manifest.committed_texts()
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("names", groups(FAULTS), ids="; ".join)
 def test_hash_sees_a_fault_of_one_line(names, hashes_of):
     for name, found in zip(names, hashes_of(*map(FAULTS.get, names)), strict=True):
@@ -175,6 +176,7 @@ def test_hash_sees_a_fault_of_one_line(names, hashes_of):
         assert same == {*FAULTS[name].same}, name
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("names", groups(REFACTORINGS), ids="; ".join)
 def test_hash_is_blind_to_names_and_bound_values(names, hashes_of):
     for name, found in zip(names, hashes_of(*map(REFACTORINGS.get, names)), strict=True):

@@ -25,7 +25,7 @@ DENSE = "fwd bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max"
 PACKED = "fwd bf16 d192-128 causal varlen, 128x96 dynamic ping-pong hold-max"
 THREE_SLOTS = "fwd bf16 d256 causal varlen, 128x64 dynamic q1.5 hold-max"
 RAGGED = (300, 300), (44, 44), (700, 700)
-SAMPLE_SECONDS = 20.0  # of this process
+SAMPLE_SECONDS = 10.0  # of this process
 # Kinds that together launch a kernel of every template
 OF_TEMPLATES = (
     "fwd bf16 d64 causal, 128x128 grid split",

@@ -150,6 +150,7 @@ def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
     return f"{problem}, {config}"
 
 
+@functools.cache
 def shipped() -> dict[str, KernelKey]:
     """Every kernel that the package ships, by name: those of catalog.shipped_calls()."""
     return _of_calls(catalog.shipped_calls())

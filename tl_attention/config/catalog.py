@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -146,6 +147,7 @@ def option_kernels(directions: Sequence[str]) -> list[tuple[AttnProblem, KernelC
     return list(dict.fromkeys(kernel for problem, config in found for kernel in config.kernels(problem)))
 
 
+@functools.cache
 def shipped_calls() -> list[CallKind]:
     """Calls that launch every kernel the package ships.
 

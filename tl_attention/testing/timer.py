@@ -220,8 +220,8 @@ def _blamed(name: object) -> Iterator[None]:
 
 
 def _warm_up(copies: Sequence[Call]) -> float:
-    """Milliseconds of a call, estimated after first calls have compiled, tuned and loaded."""
-    _repeat(copies, 3)
+    """Milliseconds of a call, estimated after first calls have compiled, tuned and loaded, and planned for each copy."""
+    _repeat(copies, max(3, len(copies)))
     torch.cuda.synchronize()
     start, end = _events(partial(_repeat, copies, 1))
     torch.cuda.synchronize()

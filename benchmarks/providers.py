@@ -18,6 +18,7 @@ PROVIDERS: dict[str, Provider] = {
     "triton": triton.PROVIDER,
     "flex": flex.PROVIDER,
     "flashinfer": flashinfer.PROVIDER,
+    "flashinfer-xqa": flashinfer.XQA,
     "naive": naive.PROVIDER,
 }
 

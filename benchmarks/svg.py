@@ -22,6 +22,7 @@ COLORS = {  # provider -> color; also the order of a legend
     "flex": "#ff7f0e",
     "efficient": "#8c564b",
     "flashinfer": "#17becf",
+    "flashinfer-xqa": "#9edae5",
     "flex-fa4": "#2ca02c",
     "math": "#7f7f7f",
     "flex-ieee": "#ff7f0e",

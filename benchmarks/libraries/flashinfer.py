@@ -1,4 +1,4 @@
-"""FlashInfer's decode with paged caches. A cache without pages is one whose pages are in order."""
+"""FlashInfer's decodes with paged caches. A cache without pages is one whose pages are in order."""
 
 from __future__ import annotations
 
@@ -15,24 +15,16 @@ from tl_attention.testing.shapes import Shape
 TENSOR_CORE_HEADS = 4  # query heads per KV head from which its tensor-core kernel is the faster one
 WORKSPACE_BYTES = 512 << 20
 PAGE = 64  # rows of a page of a cache without pages
+XQA_PAGES = 16, 32, 64, 128
 
 
 def decode(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
     """Decode, planned for the lengths and pages of each copy before it is timed."""
-    if shape.seqlen_q > 1:
-        raise Unsupported("its decode is compared with one query per sequence")
-    if not shape.options.page and shape.seqlen_k % PAGE:
-        raise Unsupported(f"caches of whole pages of {PAGE} keys")
-    page = shape.options.page or PAGE
-    if shape.head_dim != shape.head_dim_v:
-        raise Unsupported("one head_dim for q, k and v")
+    page = _page_size(shape)
     make = library.import_function("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
     planned: dict[int, Any] = {}  # address of the keys -> wrapper
 
-    def plan(q: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor | None) -> Any:
-        if pages is None:
-            count = shape.batch * shape.seqlen_k // page
-            pages = torch.arange(count, dtype=torch.int32, device=q.device).view(shape.batch, -1)
+    def plan(q: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor) -> Any:
         used = (seqlens + page - 1) // page
         ends = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
         chosen = pages[torch.arange(pages.shape[1], device=pages.device) < used[:, None]]
@@ -52,12 +44,60 @@ def decode(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
     ) -> Result:
         wrapper = planned.get(k.data_ptr())
         if wrapper is None:
-            wrapper = planned[k.data_ptr()] = plan(q, seqlens, pages)
-        if pages is None:
-            k, v = (x.view(-1, page, *x.shape[2:]) for x in (k, v))
-        return wrapper.run(q[:, 0], (k, v))[:, None], None
+            wrapper = planned[k.data_ptr()] = plan(q, seqlens, _in_order(shape, page, q, pages))
+        return wrapper.run(q[:, 0], _paged(page, k, v))[:, None], None
 
     return same_call(launch)
+
+
+def xqa(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
+    """Decode by XQA, the kernel of TensorRT-LLM that vLLM calls through FlashInfer on Hopper. It needs no plan."""
+    page = _page_size(shape)
+    if page not in XQA_PAGES:
+        raise Unsupported(f"pages of {XQA_PAGES}")
+    run = library.import_function("flashinfer", "xqa_batch_decode_with_kv_cache")
+    tables: dict[int, torch.Tensor] = {}  # address of the keys -> pages
+
+    def launch(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seqlens: torch.Tensor,
+        pages: torch.Tensor | None = None,
+    ) -> Result:
+        table = tables.get(k.data_ptr())
+        if table is None:
+            table = tables[k.data_ptr()] = _in_order(shape, page, q, pages)
+        workspace = _workspace(q.device)
+        lengths = table, seqlens, shape.seqlen_k
+        out = run(q[:, 0], _paged(page, k, v), workspace, *lengths, bmm1_scale=shape.head_dim**-0.5)
+        return out[:, None], None
+
+    return same_call(launch)
+
+
+def _page_size(shape: Shape) -> int:
+    """Rows of a page. Raises Unsupported for problems that FlashInfer's decodes do not run."""
+    if shape.seqlen_q > 1:
+        raise Unsupported("its decode is compared with one query per sequence")
+    if not shape.options.page and shape.seqlen_k % PAGE:
+        raise Unsupported(f"caches of whole pages of {PAGE} keys")
+    if shape.head_dim != shape.head_dim_v:
+        raise Unsupported("one head_dim for q, k and v")
+    return shape.options.page or PAGE
+
+
+def _in_order(shape: Shape, page: int, q: torch.Tensor, pages: torch.Tensor | None) -> torch.Tensor:
+    """The page table, int32 [batch, pages]; in order for a cache without pages."""
+    if pages is not None:
+        return pages
+    count = shape.batch * shape.seqlen_k // page
+    return torch.arange(count, dtype=torch.int32, device=q.device).view(shape.batch, -1)
+
+
+def _paged(page: int, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Caches as [pages, page, heads_kv, head_dim], which those with pages are already."""
+    return tuple(x.view(-1, page, *x.shape[2:]) for x in caches)
 
 
 @functools.cache
@@ -66,4 +106,9 @@ def _workspace(device: torch.device) -> torch.Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-PROVIDER = Provider({"decode": decode}, lambda _: f"flashinfer-python {version('flashinfer-python')}")
+def _version(_: str) -> str:
+    return f"flashinfer-python {version('flashinfer-python')}"
+
+
+PROVIDER = Provider({"decode": decode}, _version)
+XQA = Provider({"decode": xqa}, _version)

@@ -143,6 +143,14 @@ def expect_stored(name: str, x: torch.Tensor) -> None:
         )
 
 
+def memory_of(x: torch.Tensor) -> range:
+    """Addresses from the first element of x to its last, those between its rows included."""
+    if not x.numel():
+        return range(0)
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return range(x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size())
+
+
 def expect_like(
     name: str,
     x: torch.Tensor,

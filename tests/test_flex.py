@@ -202,7 +202,7 @@ def test_flex_empty():
 
 
 q8, kv8 = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16), torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
-small = torch.rand(7)
+small, wide = torch.rand(7), torch.rand(HEADS, 7)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,8 @@ small = torch.rand(7)
         ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
         ({"kernel_options": {"BLOCK_M": 64}}, NotImplementedError, "kernel_options: expected None"),
         ({"score_mod": lambda s, b, h, q, k: s + small[q]}, ValueError, "captured tensor 0.*at least 8 entries .* which q_idx"),
-        ({"score_mod": lambda s, b, h, q, k: s + small[8]}, (ValueError, IndexError), "captured tensor 0.*got 8|out of"),
+        ({"score_mod": lambda s, b, h, q, k: s + small[8]}, IndexError, "score_mod .*: expected indices within what it captures"),
+        ({"score_mod": lambda s, b, h, q, k: s + wide[h, 8]}, ValueError, "captured tensor 0.*dimension 1, from -7 to 6, got 8"),
         ({"score_mod": lambda s, b, h, q, k: s + small.to("meta")[h]}, (NotImplementedError, ValueError), "score_mod|captured tensor"),
     ],
 )  # fmt: skip

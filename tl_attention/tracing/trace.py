@@ -343,16 +343,17 @@ def _refusal(function: _Function, error: Exception) -> Exception:
         return TypeError(
             f"{where}: expected captured tensors of torch, got an array of NumPy{at}; capture torch.as_tensor(array)"
         )
+    kind = type(error)
+    if kind not in (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return RuntimeError(f"{where}: {kind.__name__}{at}: {text}")
+    if kind is IndexError and line:
+        return kind(
+            f"{where}: expected indices within what it captures, got {text}{at}; pass a larger tensor, or a smaller number"
+        )
     expected = "score, b, h, q_idx, kv_idx" if function.name == "score_mod" else "b, h, q_idx, kv_idx"
     if not line and function.name == "score_mod" and "positional argument" in text:
         text += "; pass a mask as mask_mod"
-    return (
-        type(error)(
-            f"{where}: expected a function of 0-d tensors ({expected}), got {type(error).__name__}{at}: {text}"
-        )
-        if type(error) in (TypeError, ValueError, RuntimeError, IndexError, AttributeError)
-        else RuntimeError(f"{where}: {type(error).__name__}{at}: {text}")
-    )
+    return kind(f"{where}: expected a function of 0-d tensors ({expected}), got {kind.__name__}{at}: {text}")
 
 
 def _line_of(error: Exception) -> str | None:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from torch.overrides import TorchFunctionMode
 
 import tl_attention
-from tl_attention import flex_attention
+from tl_attention import flash_attn_func, flex_attention
 from tl_attention.api import block_masks
 from tl_attention.api.flex_lists import kept_mask
 from tl_attention.compilation import building, compiler, toolkit
@@ -753,3 +753,24 @@ def test_flex_nan_reaches_gradients_of_captured_tensors(of):
     assert found[0].isnan()
     for x in found[1:]:
         assert x.view(HEADS, -1).isnan().any(1).tolist() == [False, True, False, False]
+
+
+def test_a_sink_is_a_factor_of_the_output():
+    """The recipe of docs/flex.md beside a mask, at queries that see no key, too: results and gradients of learnable_sink."""
+    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (9, 5, 5))
+    sink = torch.randn(4, requires_grad=True)
+    out, lse = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i - 4 >= j, return_lse=True)
+    out, lse = (
+        out * torch.sigmoid(lse - sink[:, None])[..., None],
+        torch.logaddexp(lse, sink[:, None]),
+    )
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, its_lse, _ = flash_attn_func(*turned, causal=True, learnable_sink=sink, return_attn_probs=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    torch.testing.assert_close(lse, its_lse)
+    grads = [
+        torch.autograd.grad(x.sin().sum() + y.sin().sum(), (q, k, v, sink))
+        for x, y in ((out, lse), (expected, its_lse))
+    ]
+    for mine, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, wanted)

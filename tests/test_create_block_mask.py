@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from tl_attention import create_block_mask
+from tl_attention import create_block_mask, draft_tree_mask
 from tl_attention.api import block_masks, mask_picture
 from tl_attention.tracing import intervals
 from tl_attention.tracing.trace import trace
@@ -355,6 +355,10 @@ SHORT = torch.zeros(7)
         (lambda: block_masks.documents([0, 1]), TypeError, "ids: expected a torch.Tensor"),
         (lambda: block_masks.documents(torch.zeros(1, 2, 3).int()), ValueError, "ids: expected 1 or 2 dimensions"),
         (lambda: block_masks.document_ids(torch.zeros(2, 2).int(), 4), ValueError, "cu_seqlens: expected 1 dimensions"),
+        (lambda: block_masks.document_ids(torch.tensor([2, 5]), 6), ValueError, "cu_seqlens: expected 0, where document 0 begins, got 2"),
+        (lambda: block_masks.document_ids(torch.tensor([0, 5, 3]), 6), ValueError, "expected at least 5, where document 1 begins, got 3"),
+        (lambda: block_masks.document_ids(torch.tensor([-1]), 6), ValueError, "expected 0, where document 0 begins, got -1"),
+        (lambda: block_masks.prefix_lm(6, 6, torch.tensor([2, -1])), ValueError, "prefix: expected at least 0, got -1 as prefix[1]"),
         (lambda: block_masks.documents(torch.zeros(4).int(), causal="yes"), TypeError, "causal: expected a bool"),
         (lambda: block_masks.dilated(3, 3, 2, causal=1), TypeError, "causal: expected a bool"),
         (lambda: block_masks.dilated(3, 3, 0), ValueError, "dilation: expected 1 to"),
@@ -414,3 +418,17 @@ def test_block_mask_constructors_do_not_wait_for_the_gpu():
         constructed(*lengths)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda numbers: block_masks.document_ids(numbers + 1, 9),
+        lambda numbers: block_masks.prefix_tree_positions(numbers, numbers + 1, 9),
+        draft_tree_mask,
+    ],
+    ids=["document_ids", "prefix_tree_positions", "draft_tree_mask"],
+)
+def test_values_are_not_read_inside_functionalize(make):
+    numbers = torch.tensor([-1, 0, 1])
+    assert torch.equal(torch.func.functionalize(make)(numbers), make(numbers))

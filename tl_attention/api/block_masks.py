@@ -22,8 +22,10 @@ from tl_attention.checks.masks import (
     check_blocks,
     check_count,
     check_device,
+    check_document_bounds,
     check_lengths_tensor,
     check_mask_function,
+    check_prefixes,
     check_tree,
     check_window_pair,
 )
@@ -353,7 +355,7 @@ def prefix_lm(
     Args:
         prefix: length of the prefix: an int, or int32 or int64 [batch] on `device`.
     """
-    lengths = check_lengths_tensor("prefix", prefix, 1) if isinstance(prefix, torch.Tensor) else None
+    lengths = check_prefixes(prefix) if isinstance(prefix, torch.Tensor) else None
     if lengths is None:
         check_count("prefix", prefix, 0)
 
@@ -369,9 +371,9 @@ def document_ids(cu_seqlens: torch.Tensor, seqlen: int) -> torch.Tensor:
 
     Args:
         cu_seqlens: int32 or int64 [documents + 1], starting at 0, never decreasing. Positions past its last entry form one more
-            document.
+            document. Values on a GPU are checked with TL_ATTENTION_CHECK_LENGTHS=1 alone, for which the host waits.
     """
-    check_lengths_tensor("cu_seqlens", cu_seqlens, 1)
+    check_document_bounds(cu_seqlens)
     check_count("seqlen", seqlen, 0)
     positions = torch.arange(seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)

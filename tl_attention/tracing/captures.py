@@ -148,8 +148,8 @@ def has_values(x: torch.Tensor) -> bool:
 
 
 def holds_values(x: torch.Tensor) -> bool:
-    """True for a tensor with values of its own: no fake one, none that make_fx records."""
-    if isinstance(x, FakeTensor) or x.is_meta:
+    """True for a tensor with values of its own: no fake one, none that make_fx records, none inside torch.func.functionalize."""
+    if isinstance(x, FakeTensor) or x.is_meta or torch._is_functional_tensor(x):
         return False
     recording = torch._C._get_dispatch_mode(_MODES.PROXY)
     if recording is None:

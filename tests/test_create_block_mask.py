@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from tl_attention import create_block_mask, draft_tree_mask
+from tl_attention import create_block_mask, draft_tree_mask, flex_attention
 from tl_attention.api import block_masks, mask_picture
 from tl_attention.tracing import intervals
 from tl_attention.tracing.trace import trace
@@ -432,3 +432,48 @@ def test_block_mask_constructors_do_not_wait_for_the_gpu():
 def test_values_are_not_read_inside_functionalize(make):
     numbers = torch.tensor([-1, 0, 1])
     assert torch.equal(torch.func.functionalize(make)(numbers), make(numbers))
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f: lambda x: torch.vmap(f)(x[None]),
+    "functionalize": torch.func.functionalize,
+}
+
+
+@pytest.mark.parametrize(
+    ("transform", "n"), zip(TRANSFORMS.values(), range(311, 315), strict=True), ids=TRANSFORMS
+)
+def test_masks_made_inside_torch_func_serve_outside(transform, n):
+    """Lists and bounds are kept for later calls, so they may not be tensors of the transform."""
+
+    def make():
+        upper = block_masks.sliding_window(n, n, (-1, 3), device="cpu")
+        return upper, create_block_mask(
+            lambda b, h, q, k: (q * 5 + k) % n > 99, None, None, n, n, device="cpu"
+        )
+
+    inside = []
+
+    def loss(x):
+        inside.extend(make())
+        return x.sum() + inside[0].kv_num_blocks.sum() * 0
+
+    transform(loss)(torch.ones(3))
+    q = torch.randn(1, 1, n, 8)
+    for mask, other in zip(inside, make(), strict=True):
+        assert torch.equal(mask.kv_indices, other.kv_indices) and type(other.kv_num_blocks) is torch.Tensor
+        out = flex_attention(q, q, q, block_mask=mask)
+        torch.testing.assert_close(out, flex_attention(q, q, q, mask_mod=mask.mask_mod))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_masks_of_tensors_of_a_transform_are_refused(transform):
+    def loss(x):
+        return block_masks.prefix_lm(9, 9, x.detach().long()).kv_num_blocks.sum() + x.sum()
+
+    with pytest.raises(
+        NotImplementedError, match="mask_mod: expected captured tensors from outside torch.func"
+    ):
+        transform(loss)(torch.ones(3))

@@ -20,6 +20,7 @@ from tl_attention.checks.flex import LISTS, check_captured_sizes
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.masks import (
     check_blocks,
+    check_captures_are_outside,
     check_count,
     check_device,
     check_document_bounds,
@@ -32,7 +33,7 @@ from tl_attention.checks.masks import (
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.program import Call
 from tl_attention.tracing.builtin_options import seen_distances
-from tl_attention.tracing.captures import Captures, versions
+from tl_attention.tracing.captures import Captures, outside_transforms, versions
 from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
 from tl_attention.tracing.program_values import program_values
 
@@ -152,13 +153,35 @@ class ListsState:
 
 
 def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
-    trace, block_mask_class = _tools()
     captures = Captures.of(mask_mod)
+    check_captures_are_outside([] if captures is None else captures.tensors)
+    with outside_transforms():
+        lists = _cached_lists(mask_mod, captures, blocks, separate_full_blocks, exact)
+    _, block_mask_class = _tools()
+    made = block_mask_class(
+        (blocks.seqlen_q, blocks.seqlen_k),
+        *lists,
+        BLOCK_SIZE=(blocks.block_q, blocks.block_k),
+        mask_mod=mask_mod,
+    )
+    _made[made] = Origin.of(mask_mod, captures), ListsState(made)
+    return made
+
+
+def _cached_lists(
+    mask_mod: Callable[..., Any],
+    captures: Captures | None,
+    blocks: Blocks,
+    separate_full_blocks: bool,
+    exact: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Lists of a mask in the order of the arguments of BlockMask, those of an earlier call where nothing differs."""
     key, stream = None, stream_of(blocks.device)
     if captures is not None and not captures.tensors and stream is not None:
         key = captures.key, blocks, separate_full_blocks, exact, stream
     lists, made_at = _cached.get(key, (None, None))
     if lists is None or made_at != versions(lists):
+        trace, _ = _tools()
         call = trace(None, mask_mod, False)
         sizes = {leaf: blocks.size(leaf) for leaf in AXES}
         check_captured_sizes(call, sizes, blocks.device, "the device of the mask", "device")
@@ -174,14 +197,7 @@ def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_bloc
                 if len(_cached) >= MAX_CACHED:
                     _cached.pop(next(iter(_cached)))
                 _cached[key] = lists, versions(lists)
-    made = block_mask_class(
-        (blocks.seqlen_q, blocks.seqlen_k),
-        *lists,
-        BLOCK_SIZE=(blocks.block_q, blocks.block_k),
-        mask_mod=mask_mod,
-    )
-    _made[made] = Origin.of(mask_mod, captures), ListsState(made)
-    return made
+    return lists
 
 
 @functools.cache

@@ -32,6 +32,16 @@ def check_mask_function(mask_mod: Any) -> None:
         )
 
 
+def check_captures_are_outside(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors of a transform of torch.func, from which the blocks of a mask would follow."""
+    for x in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise NotImplementedError(
+                "mask_mod: expected captured tensors from outside torch.func transforms (vmap, grad, jvp, functionalize), got one of shape"
+                f" {tuple(x.shape)} from inside; make the mask before"
+            )
+
+
 def check_count(name: str, x: Any, least: int, most: int = MAX_LENGTH) -> None:
     if not is_int(x):
         raise TypeError(f"{name}: expected an int, got {describe(x)}{cast_hint(name, x, 'int')}")

@@ -7,10 +7,11 @@ each call, as changes of the object cannot be noticed.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -157,6 +158,18 @@ def holds_values(x: torch.Tensor) -> bool:
     from torch.fx.experimental.proxy_tensor import has_proxy_slot  # here, as it takes time to import
 
     return not has_proxy_slot(x, recording.tracer)
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A context in which tensors are made as outside torch.func, whose tensors end with the transform: nothing may keep one."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # here, as few calls need it
+
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def is_vmapped(x: torch.Tensor) -> bool:

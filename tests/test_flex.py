@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import tl_attention
 from tl_attention import flash_attn_func, flex_attention
@@ -773,4 +774,41 @@ def test_a_sink_is_a_factor_of_the_output():
         for x, y in ((out, lse), (expected, its_lse))
     ]
     for mine, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def saved_by(pack, unpack):
+    def attend(function, tensors):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return function(*tensors)
+
+    return attend
+
+
+SAVING = {
+    "checkpoint": lambda function, tensors: checkpoint(function, *tensors, use_reentrant=False),
+    "checkpoints": lambda function, tensors: checkpoint(
+        lambda *x: checkpoint(function, *x, use_reentrant=False), *tensors, use_reentrant=False
+    ),
+    "hooks": saved_by(lambda x: x.numpy(), torch.from_numpy),
+}
+
+
+@pytest.mark.parametrize(
+    ("save", "factor"), zip(SAVING.values(), (1.25, 1.75, 2.25), strict=True), ids=SAVING
+)
+def test_flex_traces_apart_from_hooks_of_saved_tensors(save, factor):
+    """The first call of a learned function that is not linear: autograd saves tensors of the trace, which no hook of the caller may get."""
+    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+
+    def attend(q, k, v):
+        return flex_attention(
+            q, k, v, lambda s, b, h, i, j: torch.tanh(s * slopes[h]) * factor, mask_mod=causal
+        )
+
+    out = save(attend, (q, k, v))
+    dout, leaves = torch.randn_like(out), (q, k, v, slopes)
+    grads = torch.autograd.grad(out, leaves, dout)
+    for mine, wanted in zip(grads, torch.autograd.grad(attend(q, k, v), leaves, dout), strict=True):
         torch.testing.assert_close(mine, wanted)

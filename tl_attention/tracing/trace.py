@@ -173,6 +173,16 @@ def _no_search_for_nan() -> torch.autograd.set_detect_anomaly:
 
 
 @contextmanager
+def _own_saved_tensors():
+    """A context in which no hook of the caller, such as that of a checkpoint, gets the tensors that autograd saves in a trace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # then there are none
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
+@contextmanager
 def _recording():
     with fx_traceback.preserve_node_meta(), _Recorder() as recorder:
         yield recorder
@@ -385,7 +395,7 @@ def _differentiate(
         return tuple(reverse.derivatives(score, found))
 
     try:
-        with torch.enable_grad(), above_autograd(), _no_search_for_nan():
+        with torch.enable_grad(), above_autograd(), _no_search_for_nan(), _own_saved_tensors():
             graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
     except Exception as error:
         raise RuntimeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 import random
@@ -13,7 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tl_attention
 from tl_attention import flash_attn_func, flex_attention
@@ -808,6 +809,26 @@ def test_flex_traces_apart_from_hooks_of_saved_tensors(save, factor):
         )
 
     out = save(attend, (q, k, v))
+    dout, leaves = torch.randn_like(out), (q, k, v, slopes)
+    grads = torch.autograd.grad(out, leaves, dout)
+    for mine, wanted in zip(grads, torch.autograd.grad(attend(q, k, v), leaves, dout), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_flex_in_selective_checkpoints_at_the_first_call():
+    """Such a checkpoint counts operations, and those of a trace and of the lists of a mask come once alone, in the forward."""
+    q, k, v = (torch.randn(1, 2, 39, 16, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+
+    def attend(q, k, v):
+        mask = block_masks.sliding_window(39, 39, (11, 2), device="cpu", block_size=16)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s * slopes[h]) * 1.375, mask)
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(attend, q, k, v, use_reentrant=False, context_fn=contexts)
     dout, leaves = torch.randn_like(out), (q, k, v, slopes)
     grads = torch.autograd.grad(out, leaves, dout)
     for mine, wanted in zip(grads, torch.autograd.grad(attend(q, k, v), leaves, dout), strict=True):

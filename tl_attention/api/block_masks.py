@@ -33,7 +33,7 @@ from tl_attention.checks.masks import (
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.program import Call
 from tl_attention.tracing.builtin_options import seen_distances
-from tl_attention.tracing.captures import Captures, outside_transforms, versions
+from tl_attention.tracing.captures import Captures, for_later_calls, versions
 from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
 from tl_attention.tracing.program_values import program_values
 
@@ -156,7 +156,7 @@ def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_bloc
     captures = Captures.of(mask_mod)
     check_captures_are_outside([] if captures is None else captures.tensors)
     with (
-        outside_transforms(),
+        for_later_calls(),
         torch.inference_mode(False),
     ):  # later calls get the same lists, of which a backward may save some
         lists = _cached_lists(mask_mod, captures, blocks, separate_full_blocks, exact)

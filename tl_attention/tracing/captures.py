@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Modules whose names do not change while a program runs
 STABLE_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
@@ -161,15 +162,39 @@ def holds_values(x: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
-    """A context in which tensors are made as outside torch.func, whose tensors end with the transform: nothing may keep one."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # here, as few calls need it
+def outside_modes() -> Iterator[None]:
+    """A context in which no dispatch mode of the caller sees an operation, such as that of a selective checkpoint.
 
-    with temporarily_clear_interpreter_stack():
+    Such a mode expects the same operations at the next call, which finds what this one made. FakeTensorMode and make_fx stay.
+    """
+    stay = any(
+        torch._C._get_dispatch_mode(mode) is not None
+        for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+    )
+    with (
+        contextlib.nullcontext()
+        if stay or not torch._C._len_torch_dispatch_stack()
+        else _disable_current_modes()
+    ):
         yield
+
+
+@contextlib.contextmanager
+def for_later_calls() -> Iterator[None]:
+    """A context for tensors that later calls get: no mode of the caller sees them, and they are none of inference mode or torch.func."""
+    with (
+        outside_modes(),
+        torch.inference_mode(False),
+    ):  # a backward cannot save tensors of inference mode, which count no changes
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            yield
+            return
+        from torch._functorch.pyfunctorch import (
+            temporarily_clear_interpreter_stack,
+        )  # here, as few calls need it
+
+        with temporarily_clear_interpreter_stack():
+            yield
 
 
 def is_vmapped(x: torch.Tensor) -> bool:

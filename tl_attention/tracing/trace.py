@@ -33,7 +33,7 @@ from tl_attention.problem.program import (
     TensorGradient,
     Value,
 )
-from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.captures import Captures, outside_modes
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.derivatives import Reverse
 from tl_attention.tracing.program_values import differentiable
@@ -222,7 +222,10 @@ def trace(
                 return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
         if attn_bias is not None and attn_bias.numel():
             score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
-        with torch.device("cpu"):  # whatever the default device, a number of the functions is none of a GPU
+        with (
+            outside_modes(),
+            torch.device("cpu"),
+        ):  # whatever the default device, a number of the functions is none of a GPU
             call, reads_sizes = _trace(score_mod, mask_mod, differentiate)
         if captures is not None:
             slots = [captures.position(tensor) for tensor in call.tensors]

@@ -541,6 +541,11 @@ def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
         raise ValueError(
             f"{name}: expected shape [{layout}], got {tuple(x.shape)}; pass torch.stack(({packed}), -3)"
         )
+    if is_dtensor(x) and any(place.is_shard(x.ndim - 3) for place in x.placements):
+        raise NotImplementedError(
+            f"{name}: expected placements that do not shard dimension {x.ndim - 3}, which packs {parts} tensors, got"
+            f" {tuple(x.placements)}; call .redistribute()"
+        )
 
 
 @functools.cache

@@ -833,3 +833,12 @@ def test_flex_in_selective_checkpoints_at_the_first_call():
     grads = torch.autograd.grad(out, leaves, dout)
     for mine, wanted in zip(grads, torch.autograd.grad(attend(q, k, v), leaves, dout), strict=True):
         torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_flex_under_anomaly_detection_has_queries_without_keys():
+    q = torch.randn(1, 2, 9, 16, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):
+        out = flex_attention(q, q, q, lambda s, b, h, i, j: torch.tanh(s), mask_mod=lambda b, h, i, j: i > j)
+        out.sum().backward()
+    assert q.grad.isfinite().all() and not out[:, :, 0].any()

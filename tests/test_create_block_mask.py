@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from tl_attention import create_block_mask
+from tl_attention import create_block_mask, draft_tree_mask, flex_attention
 from tl_attention.api import block_masks, mask_picture
 from tl_attention.tracing import intervals
 from tl_attention.tracing.trace import trace
@@ -355,6 +355,10 @@ SHORT = torch.zeros(7)
         (lambda: block_masks.documents([0, 1]), TypeError, "ids: expected a torch.Tensor"),
         (lambda: block_masks.documents(torch.zeros(1, 2, 3).int()), ValueError, "ids: expected 1 or 2 dimensions"),
         (lambda: block_masks.document_ids(torch.zeros(2, 2).int(), 4), ValueError, "cu_seqlens: expected 1 dimensions"),
+        (lambda: block_masks.document_ids(torch.tensor([2, 5]), 6), ValueError, "cu_seqlens: expected 0, where document 0 begins, got 2"),
+        (lambda: block_masks.document_ids(torch.tensor([0, 5, 3]), 6), ValueError, "expected at least 5, where document 1 begins, got 3"),
+        (lambda: block_masks.document_ids(torch.tensor([-1]), 6), ValueError, "expected 0, where document 0 begins, got -1"),
+        (lambda: block_masks.prefix_lm(6, 6, torch.tensor([2, -1])), ValueError, "prefix: expected at least 0, got -1 as prefix[1]"),
         (lambda: block_masks.documents(torch.zeros(4).int(), causal="yes"), TypeError, "causal: expected a bool"),
         (lambda: block_masks.dilated(3, 3, 2, causal=1), TypeError, "causal: expected a bool"),
         (lambda: block_masks.dilated(3, 3, 0), ValueError, "dilation: expected 1 to"),
@@ -414,3 +418,62 @@ def test_block_mask_constructors_do_not_wait_for_the_gpu():
         constructed(*lengths)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda numbers: block_masks.document_ids(numbers + 1, 9),
+        lambda numbers: block_masks.prefix_tree_positions(numbers, numbers + 1, 9),
+        draft_tree_mask,
+    ],
+    ids=["document_ids", "prefix_tree_positions", "draft_tree_mask"],
+)
+def test_values_are_not_read_inside_functionalize(make):
+    numbers = torch.tensor([-1, 0, 1])
+    assert torch.equal(torch.func.functionalize(make)(numbers), make(numbers))
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f: lambda x: torch.vmap(f)(x[None]),
+    "functionalize": torch.func.functionalize,
+}
+
+
+@pytest.mark.parametrize(
+    ("transform", "n"), zip(TRANSFORMS.values(), range(311, 315), strict=True), ids=TRANSFORMS
+)
+def test_masks_made_inside_torch_func_serve_outside(transform, n):
+    """Lists and bounds are kept for later calls, so they may not be tensors of the transform."""
+
+    def make():
+        upper = block_masks.sliding_window(n, n, (-1, 3), device="cpu")
+        return upper, create_block_mask(
+            lambda b, h, q, k: (q * 5 + k) % n > 99, None, None, n, n, device="cpu"
+        )
+
+    inside = []
+
+    def loss(x):
+        inside.extend(make())
+        return x.sum() + inside[0].kv_num_blocks.sum() * 0
+
+    transform(loss)(torch.ones(3))
+    q = torch.randn(1, 1, n, 8)
+    for mask, other in zip(inside, make(), strict=True):
+        assert torch.equal(mask.kv_indices, other.kv_indices) and type(other.kv_num_blocks) is torch.Tensor
+        out = flex_attention(q, q, q, block_mask=mask)
+        torch.testing.assert_close(out, flex_attention(q, q, q, mask_mod=mask.mask_mod))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_masks_of_tensors_of_a_transform_are_refused(transform):
+    def loss(x):
+        return block_masks.prefix_lm(9, 9, x.detach().long()).kv_num_blocks.sum() + x.sum()
+
+    with pytest.raises(
+        NotImplementedError, match="mask_mod: expected captured tensors from outside torch.func"
+    ):
+        transform(loss)(torch.ones(3))

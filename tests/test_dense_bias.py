@@ -129,6 +129,7 @@ def test_bias_refuses(bias, error, words):
         ({"num_splits": 2}, "leave it out"),
         ({"causal": True}, "write it as a function"),
         ({"alibi_slopes": torch.ones(HEADS)}, "write it as a function"),
+        ({"learnable_sink": torch.ones(HEADS)}, r"multiply out by torch\.sigmoid\(softmax_lse - sink\)"),
     ],
 )
 def test_bias_refuses_options_beside_it(options, words):

@@ -16,6 +16,7 @@ from tl_attention import (
     distributed,
     draft_tree_mask,
     flash_attn_func,
+    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -175,6 +176,19 @@ def test_placements_that_need_other_ranks_are_refused(name, options, mesh):
     x = DTensor.from_local(local(mesh, 2, 20, 4, 64), mesh, placements)
     with pytest.raises(NotImplementedError, match=text):
         flash_attn_func(x, x, x, **options)
+
+
+def test_packed_tensors_sharded_between_q_k_and_v_are_refused(mesh):
+    def part(sizes, *placements):
+        """A DTensor of these sizes whose third-last dimension is sharded."""
+        x = local(mesh, *sizes)
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+    text = "expected placements that do not shard dimension 2"
+    with pytest.raises(NotImplementedError, match=f"^qkv: {text}"):
+        flash_attn_qkvpacked_func(part((2, 20, 3, 4, 64), Replicate(), Shard(2)))
+    with pytest.raises(NotImplementedError, match=f"^kv: {text}"):
+        flash_attn_kvpacked_func(local(mesh, 2, 20, 4, 64), part((2, 20, 2, 4, 64), Shard(2), Replicate()))
 
 
 def test_unlike_placements_are_refused(mesh):

@@ -398,6 +398,12 @@ KEYWORDS = {
     "rotary_seqlens": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, positions count from cache_seqlens"),
     "deterministic": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; leave it out, a forward always is"),
     "batch_invariant": (lambda **x: mha_fwd_interface(Q, Q, Q, **x), r"; flash_attn_func takes it"),
+    "precision": (lambda **x: distributed.attention(Q, Q, Q, **x), r"; leave it out, it is of fp32 tensors, which this function does not"),
+    "max_seqlen": (lambda **x: distributed.attention(Q, Q, Q, **x), r"; leave it out, cu_seqlens has the lengths"),
+    "check_lengths": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; leave it out, flash_attn_varlen_func and flash_attn_with_kvcache"),
+    "seqused_k": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; flash_attn_varlen_func takes it, for packed sequences"),
+    "rotary_cos": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; flash_attn_with_kvcache takes it"),
+    "out": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; flash_attn_varlen_func takes it, for packed sequences"),
     "xyz": (lambda **x: flash_attn_func(Q, Q, Q, **x), ""),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 import random
@@ -13,9 +14,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tl_attention
-from tl_attention import flex_attention
+from tl_attention import flash_attn_func, flex_attention
 from tl_attention.api import block_masks
 from tl_attention.api.flex_lists import kept_mask
 from tl_attention.compilation import building, compiler, toolkit
@@ -202,7 +204,7 @@ def test_flex_empty():
 
 
 q8, kv8 = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16), torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
-small = torch.rand(7)
+small, wide = torch.rand(7), torch.rand(HEADS, 7)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,8 @@ small = torch.rand(7)
         ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
         ({"kernel_options": {"BLOCK_M": 64}}, NotImplementedError, "kernel_options: expected None"),
         ({"score_mod": lambda s, b, h, q, k: s + small[q]}, ValueError, "captured tensor 0.*at least 8 entries .* which q_idx"),
-        ({"score_mod": lambda s, b, h, q, k: s + small[8]}, (ValueError, IndexError), "captured tensor 0.*got 8|out of"),
+        ({"score_mod": lambda s, b, h, q, k: s + small[8]}, IndexError, "score_mod .*: expected indices within what it captures"),
+        ({"score_mod": lambda s, b, h, q, k: s + wide[h, 8]}, ValueError, "captured tensor 0.*dimension 1, from -7 to 6, got 8"),
         ({"score_mod": lambda s, b, h, q, k: s + small.to("meta")[h]}, (NotImplementedError, ValueError), "score_mod|captured tensor"),
     ],
 )  # fmt: skip
@@ -752,3 +755,90 @@ def test_flex_nan_reaches_gradients_of_captured_tensors(of):
     assert found[0].isnan()
     for x in found[1:]:
         assert x.view(HEADS, -1).isnan().any(1).tolist() == [False, True, False, False]
+
+
+def test_a_sink_is_a_factor_of_the_output():
+    """The recipe of docs/flex.md beside a mask, at queries that see no key, too: results and gradients of learnable_sink."""
+    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (9, 5, 5))
+    sink = torch.randn(4, requires_grad=True)
+    out, lse = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i - 4 >= j, return_lse=True)
+    out, lse = (
+        out * torch.sigmoid(lse - sink[:, None])[..., None],
+        torch.logaddexp(lse, sink[:, None]),
+    )
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, its_lse, _ = flash_attn_func(*turned, causal=True, learnable_sink=sink, return_attn_probs=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    torch.testing.assert_close(lse, its_lse)
+    grads = [
+        torch.autograd.grad(x.sin().sum() + y.sin().sum(), (q, k, v, sink))
+        for x, y in ((out, lse), (expected, its_lse))
+    ]
+    for mine, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def saved_by(pack, unpack):
+    def attend(function, tensors):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return function(*tensors)
+
+    return attend
+
+
+SAVING = {
+    "checkpoint": lambda function, tensors: checkpoint(function, *tensors, use_reentrant=False),
+    "checkpoints": lambda function, tensors: checkpoint(
+        lambda *x: checkpoint(function, *x, use_reentrant=False), *tensors, use_reentrant=False
+    ),
+    "hooks": saved_by(lambda x: x.numpy(), torch.from_numpy),
+}
+
+
+@pytest.mark.parametrize(
+    ("save", "factor"), zip(SAVING.values(), (1.25, 1.75, 2.25), strict=True), ids=SAVING
+)
+def test_flex_traces_apart_from_hooks_of_saved_tensors(save, factor):
+    """The first call of a learned function that is not linear: autograd saves tensors of the trace, which no hook of the caller may get."""
+    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+
+    def attend(q, k, v):
+        return flex_attention(
+            q, k, v, lambda s, b, h, i, j: torch.tanh(s * slopes[h]) * factor, mask_mod=causal
+        )
+
+    out = save(attend, (q, k, v))
+    dout, leaves = torch.randn_like(out), (q, k, v, slopes)
+    grads = torch.autograd.grad(out, leaves, dout)
+    for mine, wanted in zip(grads, torch.autograd.grad(attend(q, k, v), leaves, dout), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_flex_in_selective_checkpoints_at_the_first_call():
+    """Such a checkpoint counts operations, and those of a trace and of the lists of a mask come once alone, in the forward."""
+    q, k, v = (torch.randn(1, 2, 39, 16, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+
+    def attend(q, k, v):
+        mask = block_masks.sliding_window(39, 39, (11, 2), device="cpu", block_size=16)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s * slopes[h]) * 1.375, mask)
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(attend, q, k, v, use_reentrant=False, context_fn=contexts)
+    dout, leaves = torch.randn_like(out), (q, k, v, slopes)
+    grads = torch.autograd.grad(out, leaves, dout)
+    for mine, wanted in zip(grads, torch.autograd.grad(attend(q, k, v), leaves, dout), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_flex_under_anomaly_detection_has_queries_without_keys():
+    q = torch.randn(1, 2, 9, 16, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):
+        out = flex_attention(q, q, q, lambda s, b, h, i, j: torch.tanh(s), mask_mod=lambda b, h, i, j: i > j)
+        out.sum().backward()
+    assert q.grad.isfinite().all() and not out[:, :, 0].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, and_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from tl_attention import block_masks, create_block_mask, flash_attn_func, flex_attention, hf
 from tl_attention.api import flex_compiled, flex_lists
@@ -119,6 +121,21 @@ def fp32_rows(q, k, v, learned):
 
 
 CASES = fp32_rows, functions_of_scores, options_by_name, functions_made_inside, dense_bias, wide_values
+
+
+@pytest.mark.parametrize("place", ["outside", "inside", "at-a-break"])
+def test_flex_compile_in_checkpoints(place, device, learned, monkeypatch):
+    """The three ways that docs/flex.md names."""
+    attend = lambda *tensors: functions_of_scores(*tensors, learned)  # noqa: E731
+    monkeypatch.setattr(
+        torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", place == "inside"
+    )
+    torch._dynamo.reset()
+    inner = torch.compile(attend, backend="aot_eager", fullgraph=True) if place == "outside" else attend
+    run = functools.partial(checkpoint, inner, use_reentrant=False)
+    if place != "outside":
+        run = torch.compile(run, backend="aot_eager", fullgraph=place == "inside")
+    assert_alike(attend, run, [rows(device) for _ in range(3)], learned)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, flex_attention
+from tl_attention import (
+    block_masks,
+    create_block_mask,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    flex_attention,
+)
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import Shape
 
@@ -94,3 +101,26 @@ def test_out_of_inference_mode_is_written(device):
     want = flash_attn_varlen_func(q, k, v, starts, starts, 50, 50)
     assert flash_attn_varlen_func(q, k, v, starts, starts, 50, 50, out=out) is out
     assert torch.equal(out, want)
+
+
+MASKS = {
+    "constructor": lambda n: block_masks.causal(n, n, device="cpu"),
+    "evaluated": lambda n: create_block_mask(lambda b, h, q, k: (q * 5 + k) % 7 > 2, None, None, n, n, device="cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "n"), zip(MASKS.values(), (341, 342), strict=True), ids=MASKS)
+def test_masks_of_inference_mode_serve_training(make, n):
+    """A mask without captures is kept, so the first one may be made in a validation and others, the same, in compiled training."""
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        first = make(n)
+    train = torch.compile(
+        lambda q, mask: flex_attention(q, q, q, lambda s, b, h, i, j: s * 0.5, mask),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    q = torch.randn(1, 1, n, 8, requires_grad=True)
+    for mask in (first, make(n)):
+        assert not mask.kv_indices.is_inference() and not mask.full_kv_indices.is_inference()
+        train(q, mask).sum().backward()

@@ -85,7 +85,7 @@ def test_queries_are_rotated_without_new_keys(length, moves, device):
     length = length.to(device) if isinstance(length, torch.Tensor) else length
     arguments = Cache(cache, cache.clone(), length), cos, sin, False, moves
     found = kvcache._append(q, k, k, *arguments)
-    some = cache[:, :1]
+    some = cache[:, :1].clone()
     wanted = kvcache._append(q, some, some, *arguments)
     torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
     assert not torch.equal(found, q)
@@ -161,3 +161,41 @@ def test_is_cache_agrees_with_the_check_of_a_cache():
         assert is_cache(x) == expected, (shape, steps)
         found.add(expected)
     assert found == {True, False}
+
+
+SHARED_MEMORY = {
+    "k-from-k_cache": (lambda some: {"k": some["k_cache"][:, 6:9]}, "k: expected memory that k_cache does not use"),
+    "k-at-its-place": (lambda some: {"k": some["k_cache"][:, 7:10]}, "k: expected memory that k_cache does not use"),
+    "k-from-v_cache": (lambda some: {"k": some["v_cache"][:, :3]}, "k: expected memory that v_cache does not use"),
+    "v-from-v_cache": (lambda some: {"v": some["v_cache"][:, 20:23]}, "v: expected memory that v_cache does not use"),
+    "one-cache": (lambda some: {"v_cache": some["k_cache"]}, "v_cache: expected memory of its own"),
+    "part-of-the-keys": (
+        lambda some: {"v_cache": some["k_cache"][..., :32], "v": some["v"][..., :32]},
+        "v_cache: expected memory of its own",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), SHARED_MEMORY.values(), ids=SHARED_MEMORY)
+def test_new_keys_share_no_memory_with_caches(change, message, device):
+    some = arguments(device, 2, rotary=False)
+    some |= change(some)
+    for _ in range(2):  # a repeated call, too
+        with pytest.raises(ValueError, match=message):
+            flash_attn_with_kvcache(**some)
+
+
+def test_new_keys_beside_caches_in_one_buffer(device):
+    """Parts of one allocation that do not overlap, and one cache of keys that are values, too, are right."""
+    some = arguments(device, 2, rotary=False)
+    expected, _ = flash_attn_with_kvcache(
+        **some | {name: some[name].clone() for name in ("k_cache", "v_cache")}
+    )
+    names = "k", "v", "k_cache", "v_cache"
+    memory = torch.cat([some[name].flatten() for name in names])
+    parts = memory.split([some[name].numel() for name in names])
+    parts = {name: part.view_as(some[name]) for name, part in zip(names, parts, strict=True)}
+    assert torch.equal(flash_attn_with_kvcache(**some | parts)[0], expected)
+    shared = some | {"v_cache": some["k_cache"], "v": some["k"]}
+    apart = shared | {name: some["k_cache"].clone() for name in ("k_cache", "v_cache")}
+    assert torch.equal(flash_attn_with_kvcache(**shared)[0], flash_attn_with_kvcache(**apart)[0])

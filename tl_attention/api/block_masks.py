@@ -20,17 +20,20 @@ from tl_attention.checks.flex import LISTS, check_captured_sizes
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.masks import (
     check_blocks,
+    check_captures_are_outside,
     check_count,
     check_device,
+    check_document_bounds,
     check_lengths_tensor,
     check_mask_function,
+    check_prefixes,
     check_tree,
     check_window_pair,
 )
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.program import Call
 from tl_attention.tracing.builtin_options import seen_distances
-from tl_attention.tracing.captures import Captures, versions
+from tl_attention.tracing.captures import Captures, for_later_calls, versions
 from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
 from tl_attention.tracing.program_values import program_values
 
@@ -150,13 +153,38 @@ class ListsState:
 
 
 def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
-    trace, block_mask_class = _tools()
     captures = Captures.of(mask_mod)
+    check_captures_are_outside([] if captures is None else captures.tensors)
+    with (
+        for_later_calls(),
+        torch.inference_mode(False),
+    ):  # later calls get the same lists, of which a backward may save some
+        lists = _cached_lists(mask_mod, captures, blocks, separate_full_blocks, exact)
+    _, block_mask_class = _tools()
+    made = block_mask_class(
+        (blocks.seqlen_q, blocks.seqlen_k),
+        *lists,
+        BLOCK_SIZE=(blocks.block_q, blocks.block_k),
+        mask_mod=mask_mod,
+    )
+    _made[made] = Origin.of(mask_mod, captures), ListsState(made)
+    return made
+
+
+def _cached_lists(
+    mask_mod: Callable[..., Any],
+    captures: Captures | None,
+    blocks: Blocks,
+    separate_full_blocks: bool,
+    exact: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Lists of a mask in the order of the arguments of BlockMask, those of an earlier call where nothing differs."""
     key, stream = None, stream_of(blocks.device)
     if captures is not None and not captures.tensors and stream is not None:
         key = captures.key, blocks, separate_full_blocks, exact, stream
     lists, made_at = _cached.get(key, (None, None))
     if lists is None or made_at != versions(lists):
+        trace, _ = _tools()
         call = trace(None, mask_mod, False)
         sizes = {leaf: blocks.size(leaf) for leaf in AXES}
         check_captured_sizes(call, sizes, blocks.device, "the device of the mask", "device")
@@ -172,14 +200,7 @@ def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_bloc
                 if len(_cached) >= MAX_CACHED:
                     _cached.pop(next(iter(_cached)))
                 _cached[key] = lists, versions(lists)
-    made = block_mask_class(
-        (blocks.seqlen_q, blocks.seqlen_k),
-        *lists,
-        BLOCK_SIZE=(blocks.block_q, blocks.block_k),
-        mask_mod=mask_mod,
-    )
-    _made[made] = Origin.of(mask_mod, captures), ListsState(made)
-    return made
+    return lists
 
 
 @functools.cache
@@ -353,7 +374,7 @@ def prefix_lm(
     Args:
         prefix: length of the prefix: an int, or int32 or int64 [batch] on `device`.
     """
-    lengths = check_lengths_tensor("prefix", prefix, 1) if isinstance(prefix, torch.Tensor) else None
+    lengths = check_prefixes(prefix) if isinstance(prefix, torch.Tensor) else None
     if lengths is None:
         check_count("prefix", prefix, 0)
 
@@ -369,9 +390,9 @@ def document_ids(cu_seqlens: torch.Tensor, seqlen: int) -> torch.Tensor:
 
     Args:
         cu_seqlens: int32 or int64 [documents + 1], starting at 0, never decreasing. Positions past its last entry form one more
-            document.
+            document. Values on a GPU are checked with TL_ATTENTION_CHECK_LENGTHS=1 alone, for which the host waits.
     """
-    check_lengths_tensor("cu_seqlens", cu_seqlens, 1)
+    check_document_bounds(cu_seqlens)
     check_count("seqlen", seqlen, 0)
     positions = torch.arange(seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)

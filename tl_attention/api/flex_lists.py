@@ -17,7 +17,7 @@ from tl_attention.checks.transforms import ARGUMENT_ERRORS
 from tl_attention.launch.block_lists import FULL, HIDDEN, BlockLists, block_states
 from tl_attention.problem.program import Call, Program
 from tl_attention.tracing.builtin_options import program_with_bits, seen_distances
-from tl_attention.tracing.captures import Captures, versions
+from tl_attention.tracing.captures import Captures, for_later_calls, versions
 from tl_attention.tracing.fine_blocks import with_fine_blocks
 from tl_attention.tracing.intervals import Blocks, distance_bounds, stream_of
 
@@ -91,7 +91,8 @@ class KeptMask:
         if found is None:
             if stream_of(self._state.tensors[0].device) is None:
                 return False
-            found = self._agree_with(mask_mod)
+            with for_later_calls():
+                found = self._agree_with(mask_mod)
             if len(self._compared) >= MAX_COMPARED:
                 self._compared.clear()
             self._compared[captures.key] = found
@@ -130,7 +131,7 @@ class KeptMask:
         if lists is not None and stream in (None, made_on):
             return lists
         size, lengths = self._size, self._lengths
-        with torch.inference_mode(False):  # bits need tensors whose changes are counted
+        with for_later_calls():
             states = block_states(*self._state.tensors, -(-lengths[1] // size[1]))
             lists = BlockLists.of(states, size, lengths, (batch, heads))
         if stream is not None:
@@ -296,7 +297,7 @@ def lists_with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
     state = MaskState(call)
     if not state.is_visible or torch.cuda.is_current_stream_capturing():
         return None
-    with torch.no_grad():
+    with for_later_calls(), torch.no_grad():
         if kept is None or not kept.has_program_of(call):
             with_bits = lists.with_bits(call)
         elif with_bits is not None:  # only values are new: the same blocks need bits

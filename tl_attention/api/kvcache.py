@@ -21,6 +21,7 @@ from tl_attention.checks.kvcache import (
     check_latent_bits,
     check_new_keys,
     check_no_gradient,
+    check_own_memory,
     check_rotary,
     check_seqlen,
     check_sizes,
@@ -107,7 +108,7 @@ def flash_attn_with_kvcache(
             stride(1), and the address is a multiple of 16 bytes.
         v_cache: like k_cache, with head_dim_v <= head_dim columns.
         k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from row cache_seqlens on. Pass both or neither;
-            where v_cache is k_cache[..., :512] pass k alone.
+            where v_cache is k_cache[..., :512] pass k alone. They share no memory with the caches.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, contiguous, with one position per row that a cache can
             hold. The first rotary_dim columns of q and of k (before it is written) are rotated: row i of k by position
             cache_seqlens + i; row i of q likewise with causal or a window, else by cache_seqlens. Positions count left padding. A row
@@ -331,6 +332,7 @@ def _append(
 ) -> torch.Tensor:
     """launch.append_to_cache, or the reference on CPU tensors."""
     check_addresses(cache)
+    check_own_memory(k, v, cache, cos is not None)
     if q.is_cuda and not k.shape[1] and cos is not None:  # no new keys, but queries to rotate
         return _rotated(q, cache.seqlens, cos, sin, interleaved, queries_move)
     if q.is_cuda:

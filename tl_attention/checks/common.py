@@ -143,6 +143,14 @@ def expect_stored(name: str, x: torch.Tensor) -> None:
         )
 
 
+def memory_of(x: torch.Tensor) -> range:
+    """Addresses from the first element of x to its last, those between its rows included."""
+    if not x.numel():
+        return range(0)
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return range(x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size())
+
+
 def expect_like(
     name: str,
     x: torch.Tensor,
@@ -532,6 +540,11 @@ def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
         packed = ("q, k, v", "k, v")[parts == 2]
         raise ValueError(
             f"{name}: expected shape [{layout}], got {tuple(x.shape)}; pass torch.stack(({packed}), -3)"
+        )
+    if is_dtensor(x) and any(place.is_shard(x.ndim - 3) for place in x.placements):
+        raise NotImplementedError(
+            f"{name}: expected placements that do not shard dimension {x.ndim - 3}, which packs {parts} tensors, got"
+            f" {tuple(x.placements)}; call .redistribute()"
         )
 
 

@@ -126,6 +126,7 @@ def transformed(function: str) -> NotImplementedError:
 _OPTION_ADVICE = {
     "dropout_p": "leave out the dropout, which no function can draw",
     "rng_state": "leave it out, it is of dropout",
+    "learnable_sink": "leave it out, and multiply out by torch.sigmoid(softmax_lse - sink) of its query and head (docs/flex.md)",
     "num_splits": "leave it out",
 }
 

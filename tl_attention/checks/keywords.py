@@ -55,7 +55,23 @@ ADVICE: dict[str, str] = {
     "deterministic": "leave it out, a forward always is; flash_attn_func takes it, for gradients",
     "training": "leave it out, and pass dropout_p=0.0 in evaluation",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
-    "precision": "leave it out, a cache is bf16 or fp16",
+    "precision": "leave it out, it is of fp32 tensors, which this function does not take",
+    "check_lengths": "leave it out, flash_attn_varlen_func and flash_attn_with_kvcache take it, for lengths on a GPU",
+    "rng_state": "leave it out, it is of dropout, which flash_attn_func has",
+    "out": "flash_attn_varlen_func takes it, for packed sequences",
+    **dict.fromkeys(("seqused_q", "seqused_k"), "flash_attn_varlen_func takes it, for packed sequences"),
+    **dict.fromkeys(
+        (
+            "cache_seqlens",
+            "cache_batch_idx",
+            "cache_leftpad",
+            "rotary_cos",
+            "rotary_sin",
+            "rotary_interleaved",
+            "workspace",
+        ),
+        "flash_attn_with_kvcache takes it",
+    ),
     "attention_chunk": "pass a mask_mod to flash_attn_func: q_idx // size == kv_idx // size",
     "qv": "see docs/kvcache.md for latent attention",
     **dict.fromkeys(
@@ -84,6 +100,12 @@ ADVICE: dict[str, str] = {
     ),
     **dict.fromkeys(_CAUSAL, "flash_attn_func takes causal"),
 }
+# Function -> keyword -> what to do, where that of ADVICE is another function
+ADVICE_OF: dict[str, dict[str, str]] = {
+    "attention": dict.fromkeys(
+        ("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out, cu_seqlens has the lengths"
+    ),
+}
 
 
 def unknown_keyword(function: Callable, unknown: Mapping[str, object]) -> TypeError:
@@ -93,7 +115,8 @@ def unknown_keyword(function: Callable, unknown: Mapping[str, object]) -> TypeEr
     like = [x for x in NAMES.get(name, ()) if x in known]
     if not like and name not in ADVICE:
         like = difflib.get_close_matches(name, known, 1, 0.75)
-    hint = f"did you mean {like[0]}?" if like else ADVICE.get(name, "")
+    advice = ADVICE | ADVICE_OF.get(function.__name__, {})
+    hint = f"did you mean {like[0]}?" if like else advice.get(name, "")
     return TypeError(
         f"{function.__name__}() got an unexpected keyword argument {name!r}{hint and f'; {hint}'}"
     )

@@ -1,7 +1,7 @@
 """Argument checks of flash_attn_with_kvcache, in the form of common.py.
 
-check_addresses and check_seqlen read values that the host has, in every call. The others read metadata only, and a repeated call with the
-same metadata skips them. lengths.py holds the checks of values on the GPU.
+check_addresses, check_own_memory and check_seqlen read values that the host has, in every call. The others read metadata only, and a
+repeated call with the same metadata skips them. lengths.py holds the checks of values on the GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tl_attention.checks.common import (
     expect_stored,
     expect_tensor,
     is_int,
+    memory_of,
 )
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
 from tl_attention.problem.options import UNLIMITED, Cache, Options
@@ -401,6 +402,38 @@ def check_workspace(q: torch.Tensor, workspace: torch.Tensor, needed: int) -> No
     if workspace.shape[0] < needed:
         raise ValueError(
             f"workspace: expected at least {needed} bytes, got {workspace.shape[0]}; ask kvcache_workspace_bytes"
+        )
+
+
+def check_own_memory(k: torch.Tensor, v: torch.Tensor, cache: Cache, rotated: bool) -> None:
+    """Check that new keys and values are no part of the caches, and that the caches differ where their new rows differ.
+
+    Rows of a cache are written in no order, so reading or writing them twice would give wrong results.
+
+    Args:
+        rotated: the keys are rotated before they are written.
+    """
+    storages = cache.k.untyped_storage()._cdata, cache.v.untyped_storage()._cdata
+    for name, x in (("k", k), ("v", v)):
+        if x.untyped_storage()._cdata not in storages:
+            continue
+        read = memory_of(x)
+        for cache_name, written in (("k_cache", memory_of(cache.k)), ("v_cache", memory_of(cache.v))):
+            if min(written.stop, read.stop) > max(written.start, read.start):
+                raise ValueError(
+                    f"{name}: expected memory that {cache_name} does not use, as it is read while the cache is written, got a part of"
+                    f" what {cache_name} spans; pass {name}.clone()"
+                )
+    is_shared = storages[0] == storages[1] and cache.k.data_ptr() == cache.v.data_ptr()
+    if (
+        is_shared
+        and cache.k.shape[3] != LATENT[0]
+        and (rotated or k.data_ptr() != v.data_ptr())
+        and k.numel()
+    ):
+        raise ValueError(
+            "v_cache: expected memory of its own, as other values than the new keys are written to it, got that of k_cache; allocate a"
+            " cache of values, or pass as v the view of k that v_cache is of k_cache, without rotary_cos"
         )
 
 

@@ -1,4 +1,5 @@
-"""Checks of the arguments of block masks. They read metadata only, but for the values of trees on the CPU."""
+"""Checks of the arguments of block masks. They read metadata only, but for the values of trees, documents and prefixes on
+the CPU."""
 
 from __future__ import annotations
 
@@ -29,6 +30,16 @@ def check_mask_function(mask_mod: Any) -> None:
         raise TypeError(
             f"mask_mod: expected a function of 0-d tensors (b, h, q_idx, kv_idx), got {describe(mask_mod)}{hint}"
         )
+
+
+def check_captures_are_outside(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors of a transform of torch.func, from which the blocks of a mask would follow."""
+    for x in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise NotImplementedError(
+                "mask_mod: expected captured tensors from outside torch.func transforms (vmap, grad, jvp, functionalize), got one of shape"
+                f" {tuple(x.shape)} from inside; make the mask before"
+            )
 
 
 def check_count(name: str, x: Any, least: int, most: int = MAX_LENGTH) -> None:
@@ -93,6 +104,26 @@ def check_lengths_tensor(name: str, x: Any, *ndims: int, may_be_empty: bool = Fa
             f"{name}: expected {dims} dimensions and at least one element, got shape {tuple(x.shape)}"
         )
     return x
+
+
+def check_document_bounds(cu_seqlens: Any) -> None:
+    """Check the bounds of packed documents; their values where the host has them."""
+    check_lengths_tensor("cu_seqlens", cu_seqlens, 1)
+    begin = 0
+    for i, end in enumerate(_values(cu_seqlens)):
+        if end < begin or (not i and end):
+            wanted = f"at least {begin}, where document {i - 1} begins" if i else "0, where document 0 begins"
+            raise ValueError(f"cu_seqlens: expected {wanted}, got {end} as cu_seqlens[{i}]")
+        begin = end
+
+
+def check_prefixes(prefix: Any) -> torch.Tensor:
+    """Lengths of prefixes, [batch], with their values checked where the host has them."""
+    check_lengths_tensor("prefix", prefix, 1)
+    for b, length in enumerate(_values(prefix)):
+        if length < 0:
+            raise ValueError(f"prefix: expected at least 0, got {length} as prefix[{b}]")
+    return prefix
 
 
 class NodeValues(NamedTuple):
@@ -161,9 +192,7 @@ def check_draft_tree(parents: Any) -> None:
         raise NotImplementedError(
             f"parents: expected at most {MAX_NODES} draft tokens, a bit each, got {parents.shape[-1]}; verify fewer per call"
         )
-    if torch.compiler.is_compiling() or not _is_read(parents):
-        return
-    for entry, row in enumerate(parents.reshape(-1, parents.shape[-1]).tolist()):
+    for entry, row in enumerate(_values(parents.reshape(-1, parents.shape[-1]))):
         for node, parent in enumerate(row):
             if not -1 <= parent < node:
                 place = f"[{entry}][{node}]" if parents.ndim == 2 else f"[{node}]"
@@ -191,6 +220,11 @@ def _nodes(name: str, x: Any, padding: int) -> NodeValues:
         raise ValueError(f"{name}: expected at least one node, got {describe(x)}")
     padded = torch.tensor([[*row, *[padding] * (max(counts) - len(row))] for row in rows], device="cpu")
     return NodeValues(padded if is_batch else padded[0], counts, rows)
+
+
+def _values(x: torch.Tensor) -> list[Any]:
+    """Values of a tensor in a list; [] where the host does not read it."""
+    return [] if torch.compiler.is_compiling() or not _is_read(x) else x.tolist()
 
 
 def _is_read(x: torch.Tensor) -> bool:

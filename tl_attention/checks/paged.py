@@ -16,6 +16,7 @@ from tl_attention.checks.common import (
     expect_operand,
     expect_stored,
     expect_tensor,
+    memory_of,
 )
 from tl_attention.checks.kvcache import ALIGNMENT, check_page_strides, check_pages
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
@@ -124,21 +125,13 @@ def check_paged_addresses(
             )
     if out is None:
         return
-    written = _bytes(out)
+    written = memory_of(out)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        read = _bytes(x)
-        if max(written.start, read.start) < min(written.stop, read.stop):
-            shared = min(written.stop, read.stop) - max(written.start, read.start)
+        read = memory_of(x)
+        shared = min(written.stop, read.stop) - max(written.start, read.start)
+        if shared > 0:
             raise ValueError(
                 f"out: expected memory that q, k and v do not use, as they are read while out is written, got {shared} bytes that {name}"
                 f" spans, too, from byte {max(read.start - written.start, 0)} of out on; pass a tensor of its own, such as"
                 " torch.empty_like(q)"
             )
-
-
-def _bytes(x: torch.Tensor) -> range:
-    """Addresses from the first element of x to its last, those between its rows included."""
-    if not x.numel():
-        return range(0)
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return range(x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tl_attention.problem.program import FLOAT, INT, Call, Captured, Program, TensorGradient, Value
+from tl_attention.tracing.captures import for_later_calls
 from tl_attention.tracing.program_values import program_values, within
 
 # Scores of a launch from which on a table saves more than it takes (estimated). T5's buckets, 2**31 scores, backward: d128 7.59 ms, by
@@ -77,7 +78,7 @@ class ByDistance:
         key = self.original, load, call.numbers, sizes, tensor.shape, device, stream
         places = _kept.get(key)
         if places is None:
-            with torch.inference_mode(False):  # or a later backward could not save it
+            with for_later_calls():
                 places = _made_places(self.original, load, call, sizes)
             if sum(x.nbytes for x in list(_kept.values())) + places.nbytes > KEPT_BYTES:
                 _kept.clear()

@@ -7,14 +7,16 @@ each call, as changes of the object cannot be noticed.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Modules whose names do not change while a program runs
 STABLE_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
@@ -148,8 +150,8 @@ def has_values(x: torch.Tensor) -> bool:
 
 
 def holds_values(x: torch.Tensor) -> bool:
-    """True for a tensor with values of its own: no fake one, none that make_fx records."""
-    if isinstance(x, FakeTensor) or x.is_meta:
+    """True for a tensor with values of its own: no fake one, none that make_fx records, none inside torch.func.functionalize."""
+    if isinstance(x, FakeTensor) or x.is_meta or torch._is_functional_tensor(x):
         return False
     recording = torch._C._get_dispatch_mode(_MODES.PROXY)
     if recording is None:
@@ -157,6 +159,42 @@ def holds_values(x: torch.Tensor) -> bool:
     from torch.fx.experimental.proxy_tensor import has_proxy_slot  # here, as it takes time to import
 
     return not has_proxy_slot(x, recording.tracer)
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """A context in which no dispatch mode of the caller sees an operation, such as that of a selective checkpoint.
+
+    Such a mode expects the same operations at the next call, which finds what this one made. FakeTensorMode and make_fx stay.
+    """
+    stay = any(
+        torch._C._get_dispatch_mode(mode) is not None
+        for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+    )
+    with (
+        contextlib.nullcontext()
+        if stay or not torch._C._len_torch_dispatch_stack()
+        else _disable_current_modes()
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def for_later_calls() -> Iterator[None]:
+    """A context for tensors that later calls get: no mode of the caller sees them, and they are none of inference mode or torch.func."""
+    with (
+        outside_modes(),
+        torch.inference_mode(False),
+    ):  # a backward cannot save tensors of inference mode, which count no changes
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            yield
+            return
+        from torch._functorch.pyfunctorch import (
+            temporarily_clear_interpreter_stack,
+        )  # here, as few calls need it
+
+        with temporarily_clear_interpreter_stack():
+            yield
 
 
 def is_vmapped(x: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ from tl_attention.problem.program import (
     TensorGradient,
     Value,
 )
-from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.captures import Captures, outside_modes
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.derivatives import Reverse
 from tl_attention.tracing.program_values import differentiable
@@ -173,6 +173,16 @@ def _no_search_for_nan() -> torch.autograd.set_detect_anomaly:
 
 
 @contextmanager
+def _own_saved_tensors():
+    """A context in which no hook of the caller, such as that of a checkpoint, gets the tensors that autograd saves in a trace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # then there are none
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
+@contextmanager
 def _recording():
     with fx_traceback.preserve_node_meta(), _Recorder() as recorder:
         yield recorder
@@ -212,7 +222,10 @@ def trace(
                 return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
         if attn_bias is not None and attn_bias.numel():
             score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
-        with torch.device("cpu"):  # whatever the default device, a number of the functions is none of a GPU
+        with (
+            outside_modes(),
+            torch.device("cpu"),
+        ):  # whatever the default device, a number of the functions is none of a GPU
             call, reads_sizes = _trace(score_mod, mask_mod, differentiate)
         if captures is not None:
             slots = [captures.position(tensor) for tensor in call.tensors]
@@ -343,16 +356,17 @@ def _refusal(function: _Function, error: Exception) -> Exception:
         return TypeError(
             f"{where}: expected captured tensors of torch, got an array of NumPy{at}; capture torch.as_tensor(array)"
         )
+    kind = type(error)
+    if kind not in (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return RuntimeError(f"{where}: {kind.__name__}{at}: {text}")
+    if kind is IndexError and line:
+        return kind(
+            f"{where}: expected indices within what it captures, got {text}{at}; pass a larger tensor, or a smaller number"
+        )
     expected = "score, b, h, q_idx, kv_idx" if function.name == "score_mod" else "b, h, q_idx, kv_idx"
     if not line and function.name == "score_mod" and "positional argument" in text:
         text += "; pass a mask as mask_mod"
-    return (
-        type(error)(
-            f"{where}: expected a function of 0-d tensors ({expected}), got {type(error).__name__}{at}: {text}"
-        )
-        if type(error) in (TypeError, ValueError, RuntimeError, IndexError, AttributeError)
-        else RuntimeError(f"{where}: {type(error).__name__}{at}: {text}")
-    )
+    return kind(f"{where}: expected a function of 0-d tensors ({expected}), got {kind.__name__}{at}: {text}")
 
 
 def _line_of(error: Exception) -> str | None:
@@ -384,7 +398,7 @@ def _differentiate(
         return tuple(reverse.derivatives(score, found))
 
     try:
-        with torch.enable_grad(), above_autograd(), _no_search_for_nan():
+        with torch.enable_grad(), above_autograd(), _no_search_for_nan(), _own_saved_tensors():
             graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
     except Exception as error:
         raise RuntimeError(

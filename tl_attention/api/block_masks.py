@@ -155,10 +155,8 @@ class ListsState:
 def _block_mask(mask_mod: Callable[..., Any], blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
     captures = Captures.of(mask_mod)
     check_captures_are_outside([] if captures is None else captures.tensors)
-    with (
-        for_later_calls(),
-        torch.inference_mode(False),
-    ):  # later calls get the same lists, of which a backward may save some
+    # Later calls get the same lists, of which a backward may save some
+    with for_later_calls():
         lists = _cached_lists(mask_mod, captures, blocks, separate_full_blocks, exact)
     _, block_mask_class = _tools()
     made = block_mask_class(

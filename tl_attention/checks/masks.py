@@ -1,5 +1,4 @@
-"""Checks of the arguments of block masks. They read metadata only, but for the values of trees, documents and prefixes on
-the CPU."""
+"""Checks of the arguments of block masks. They read metadata, and on the CPU the values of trees, documents and prefixes."""
 
 from __future__ import annotations
 

@@ -167,31 +167,25 @@ def outside_modes() -> Iterator[None]:
 
     Such a mode expects the same operations at the next call, which finds what this one made. FakeTensorMode and make_fx stay.
     """
-    stay = any(
-        torch._C._get_dispatch_mode(mode) is not None
-        for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
-    )
-    with (
-        contextlib.nullcontext()
-        if stay or not torch._C._len_torch_dispatch_stack()
-        else _disable_current_modes()
-    ):
+    kept = _MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL
+    stay = any(torch._C._get_dispatch_mode(mode) is not None for mode in kept)
+    none_active = not torch._C._len_torch_dispatch_stack()
+    with contextlib.nullcontext() if stay or none_active else _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def for_later_calls() -> Iterator[None]:
-    """A context for tensors that later calls get: no mode of the caller sees them, and they are none of inference mode or torch.func."""
-    with (
-        outside_modes(),
-        torch.inference_mode(False),
-    ):  # a backward cannot save tensors of inference mode, which count no changes
+    """A context for tensors that later calls get: no mode of the caller sees them, and they are none of inference mode or torch.func.
+
+    A backward cannot save tensors of inference mode, and they count no changes.
+    """
+    with outside_modes(), torch.inference_mode(False):
         if torch._C._functorch.peek_interpreter_stack() is None:
             yield
             return
-        from torch._functorch.pyfunctorch import (
-            temporarily_clear_interpreter_stack,
-        )  # here, as few calls need it
+        # Imported here, as few calls need it
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         with temporarily_clear_interpreter_stack():
             yield

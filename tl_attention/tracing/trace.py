@@ -222,10 +222,8 @@ def trace(
                 return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
         if attn_bias is not None and attn_bias.numel():
             score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
-        with (
-            outside_modes(),
-            torch.device("cpu"),
-        ):  # whatever the default device, a number of the functions is none of a GPU
+        # Whatever the default device, a number of the functions is none of a GPU
+        with outside_modes(), torch.device("cpu"):
             call, reads_sizes = _trace(score_mod, mask_mod, differentiate)
         if captures is not None:
             slots = [captures.position(tensor) for tensor in call.tensors]

@@ -29,7 +29,7 @@ def decode(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
         ends = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
         chosen = pages[torch.arange(pages.shape[1], device=pages.device) < used[:, None]]
         tensor_cores = shape.heads_q >= TENSOR_CORE_HEADS * shape.heads_kv
-        wrapper = make(_workspace(q.device), "NHD", use_tensor_cores=tensor_cores)
+        wrapper = make(_workspace(q.device, "plans"), "NHD", use_tensor_cores=tensor_cores)
         sizes = shape.heads_q, shape.heads_kv, shape.head_dim, page
         last = seqlens - (used - 1) * page
         wrapper.plan(ends, chosen, last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
@@ -68,7 +68,7 @@ def xqa(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
         table = tables.get(k.data_ptr())
         if table is None:
             table = tables[k.data_ptr()] = _in_order(shape, page, q, pages)
-        workspace = _workspace(q.device)
+        workspace = _workspace(q.device, "xqa")
         lengths = table, seqlens, shape.seqlen_k
         out = run(q[:, 0], _paged(page, k, v), workspace, *lengths, bmm1_scale=shape.head_dim**-0.5)
         return out[:, None], None
@@ -101,8 +101,8 @@ def _paged(page: int, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def _workspace(device: torch.device) -> torch.Tensor:
-    """One buffer for all plans: they run one after the other."""
+def _workspace(device: torch.device, user: str) -> torch.Tensor:
+    """A buffer of zeros for all calls of a kernel, which run one after the other. XQA leaves its counters 0 for the next."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

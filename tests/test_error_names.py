@@ -302,6 +302,7 @@ VALUES = {
     "documents-of-list": (
         lambda: distributed.attention([1.0], ROWS, ROWS, cu_seqlens=[0, 10]), TypeError, r"^q: expected a torch\.Tensor, got list",
     ),
+    "packed": (lambda: distributed.attention(ROWS, ROWS, ROWS), ValueError, r"^q: expected \[batch, .*; pass cu_seqlens for packed"),
     "tokens": (lambda: distributed.attention(Q, Q, Q, seqlen=-1), ValueError, r"^seqlen: expected the tokens of the whole sequence, at"),
     "layout": (lambda: distributed.shard(Q, layout=torch.ones(2)), ValueError, r"^layout: expected 'zigzag' or 'contiguous' or"),
     "method": (lambda: distributed.attention(Q, Q, Q, method=["ring"]), ValueError, r"^method: expected one of 'auto'.*got \['ring'\]"),

@@ -376,6 +376,15 @@ def _check_placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> None:
         )
 
 
+def _check_packing(q: torch.Tensor, documents: tuple[int, ...] | None) -> None:
+    """Refuse packed sequences without cu_seqlens; check_fwd would name flash_attn_varlen_func, which is of one GPU."""
+    if documents is None and isinstance(q, torch.Tensor) and q.ndim == 3:
+        raise ValueError(
+            f"q: expected [batch, seqlen, heads, head_dim], got shape {tuple(q.shape)}; pass cu_seqlens for packed sequences, or q[None],"
+            " k[None] and v[None]"
+        )
+
+
 def _check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
     """Check that q and k have the same tokens, for tensors of three or four dimensions."""
     if k.shape[-3] != q.shape[-3]:
@@ -398,6 +407,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     slopes, sink = asked.alibi_slopes, asked.learnable_sink
     expect_bool("return_attn_probs", asked.return_attn_probs)
     expect_bool("return_max_logits", asked.return_max_logits)
+    _check_packing(q, documents)
     check_fwd(q, k, v, asked.softmax_scale, asked.causal, heads_first=False, varlen=packed)
     _check_rows(q, k)
     check_device_or_warn(q, traced=False)
@@ -457,8 +467,9 @@ def _values(cu_seqlens: object) -> object:
 
 def _attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Output:
     """The call of a group of one rank."""
-    _check_placement(q, ranks, asked)
     documents, options = documents_of(asked.cu_seqlens), asked.of_one_gpu
+    _check_packing(q, documents)
+    _check_placement(q, ranks, asked)
     if isinstance(k, torch.Tensor) and k.ndim == q.ndim == (4 if documents is None else 3):
         _check_rows(q, k)
     if documents is None:

@@ -28,9 +28,8 @@ pytestmark = [
 ]
 
 
-SAMPLED = (
-    8  # kernels beside one per template, of which one commit in seven compiles each; they take a core 5-20 s
-)
+# Kernels beside one per template, of which one commit in seven compiles each; they take a core 5 to 20 s
+SAMPLED = 8
 SHIPPED = manifest.shipped()
 COMMITTED = manifest.Manifest.read()
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tl_attention.integrations import torch_backend, torch_masks, torch_unmasked
+from tl_attention.integrations.torch_modes import MODES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously"),
@@ -106,6 +107,15 @@ def test_torch_unmasked_leaves_other_calls_to_pytorch(changes):
     call = {"query": X, "key": X, "value": X, "attn_bias": None, "dropout_p": 0.0, "causal": False}
     assert torch_unmasked.serves(**call)
     assert not torch_unmasked.serves(**call | changes)
+
+
+def test_torch_unmasked_leaves_more_queries_than_keys_if_bits_may_not_depend_on_the_batch(monkeypatch):
+    """They take the kernel of a window, whose key blocks are not those of other causal calls."""
+    monkeypatch.setattr(MODES, "batch_invariant", True)
+    few, many = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
+    assert torch_unmasked.serves(few, many, many, None, 0.0, True)
+    assert torch_unmasked.serves(many, few, few, None, 0.0, False)
+    assert not torch_unmasked.serves(many, few, few, None, 0.0, True)
 
 
 def test_torch_unmasked_leaves_settings_that_differ_to_pytorch(monkeypatch):

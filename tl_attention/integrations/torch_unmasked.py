@@ -42,6 +42,10 @@ def serves(
         return False
     if max(query.shape[2], key.shape[2]) > MAX_LENGTH:
         return False
+    if (
+        MODES.is_invariant and causal and query.shape[2] > key.shape[2]
+    ):  # a window's bits are not those of causal=True
+        return False
     if not has_groups(query, key, value) or not has_widths(query, value):
         return False
     return has_kernels(query, value) and (not query.is_cuda or is_hopper(query.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import library
 import torch
@@ -19,12 +19,11 @@ XQA_PAGES = 16, 32, 64, 128
 
 
 def decode(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
-    """Decode, planned for the lengths and pages of each copy before it is timed."""
+    """Decode, planned for the lengths and pages of each copy."""
     page = _page_size(shape)
     make = library.import_function("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
-    planned: dict[int, Any] = {}  # address of the keys -> wrapper
 
-    def plan(q: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor) -> Any:
+    def plan(q: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
         used = (seqlens + page - 1) // page
         ends = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
         chosen = pages[torch.arange(pages.shape[1], device=pages.device) < used[:, None]]
@@ -33,21 +32,9 @@ def decode(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
         sizes = shape.heads_q, shape.heads_kv, shape.head_dim, page
         last = seqlens - (used - 1) * page
         wrapper.plan(ends, chosen, last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
-        return wrapper
+        return wrapper.run
 
-    def launch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        seqlens: torch.Tensor,
-        pages: torch.Tensor | None = None,
-    ) -> Result:
-        wrapper = planned.get(k.data_ptr())
-        if wrapper is None:
-            wrapper = planned[k.data_ptr()] = plan(q, seqlens, _in_order(shape, page, q, pages))
-        return wrapper.run(q[:, 0], _paged(page, k, v))[:, None], None
-
-    return same_call(launch)
+    return _prepared(shape, page, plan)
 
 
 def xqa(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
@@ -56,7 +43,17 @@ def xqa(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
     if page not in XQA_PAGES:
         raise Unsupported(f"pages of {XQA_PAGES}")
     run = library.import_function("flashinfer", "xqa_batch_decode_with_kv_cache")
-    tables: dict[int, torch.Tensor] = {}  # address of the keys -> pages
+
+    def prepare(q: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
+        call = _workspace(q.device, "xqa"), pages, seqlens, shape.seqlen_k
+        return lambda q, caches: run(q, caches, *call, bmm1_scale=shape.head_dim**-0.5)
+
+    return _prepared(shape, page, prepare)
+
+
+def _prepared(shape: Shape, page: int, prepare: Callable[..., Callable[..., torch.Tensor]]) -> Ready:
+    """A decode that prepare(q, seqlens, pages) makes for each copy at its first call: a function of (q, caches)."""
+    made: dict[int, Callable[..., torch.Tensor]] = {}  # address of the keys -> decode
 
     def launch(
         q: torch.Tensor,
@@ -65,13 +62,10 @@ def xqa(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
         seqlens: torch.Tensor,
         pages: torch.Tensor | None = None,
     ) -> Result:
-        table = tables.get(k.data_ptr())
-        if table is None:
-            table = tables[k.data_ptr()] = _in_order(shape, page, q, pages)
-        workspace = _workspace(q.device, "xqa")
-        lengths = table, seqlens, shape.seqlen_k
-        out = run(q[:, 0], _paged(page, k, v), workspace, *lengths, bmm1_scale=shape.head_dim**-0.5)
-        return out[:, None], None
+        attend = made.get(k.data_ptr())
+        if attend is None:
+            attend = made[k.data_ptr()] = prepare(q, seqlens, _in_order(shape, page, q, pages))
+        return attend(q[:, 0], _paged(page, k, v))[:, None], None
 
     return same_call(launch)
 

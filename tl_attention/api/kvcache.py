@@ -108,7 +108,7 @@ def flash_attn_with_kvcache(
             stride(1), and the address is a multiple of 16 bytes.
         v_cache: like k_cache, with head_dim_v <= head_dim columns.
         k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from row cache_seqlens on. Pass both or neither;
-            where v_cache is k_cache[..., :512] pass k alone. They share no memory with the caches.
+            where v_cache is k_cache[..., :512] pass k alone. They must not share memory with the caches.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, contiguous, with one position per row that a cache can
             hold. The first rotary_dim columns of q and of k (before it is written) are rotated: row i of k by position
             cache_seqlens + i; row i of q likewise with causal or a window, else by cache_seqlens. Positions count left padding. A row

@@ -464,9 +464,9 @@ LOADING = """
 import sys
 import torch
 import tl_attention  # nothing else of it
-for path in sys.argv[1:]:
-    q, out = torch.load(path + ".pt")
-    torch.testing.assert_close(torch.export.load(path).module()(q), out)
+path, = sys.argv[1:]
+q, out = torch.load(path + ".pt")
+torch.testing.assert_close(torch.export.load(path).module()(q), out)
 """
 EXPORTED = {
     "flex": lambda q: flex_attention(q, q, q, lambda score, b, h, q, k: score * 2 - (q - k).abs()),
@@ -490,14 +490,14 @@ class Exported(torch.nn.Module):
         return self.function(q)
 
 
-def test_exported_programs_load_after_import_of_the_package_alone(tmp_path):
-    q = rows("cpu").detach().bfloat16()
-    paths = [str(tmp_path / f"{name}.pt2") for name in EXPORTED]
-    for name, path in zip(EXPORTED, paths, strict=True):
-        layer = Exported(name)
-        torch.export.save(torch.export.export(layer, (q,)), path)
-        torch.save((q, layer(q)), path + ".pt")
-    subprocess.run([sys.executable, "-c", LOADING, *paths], check=True)
+# A process each, as one could import what the next needs
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_programs_load_after_import_of_the_package_alone(name, tmp_path):
+    path, q, layer = str(tmp_path / "program.pt2"), rows("cpu").detach().bfloat16(), Exported(name)
+    torch.export.save(torch.export.export(layer, (q,)), path)
+    torch.save((q, layer(q)), path + ".pt")
+    subprocess.run([sys.executable, "-c", LOADING, path], check=True)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import zlib
 from collections import Counter, defaultdict
@@ -67,6 +68,16 @@ def own_cache(
     """Point the cache of kernels and of tuned tables to a new folder; GPU tests keep the user's, whose kernels take minutes."""
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(next(new_folders)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all tests without garbage collections, as modules live until the end: 5 s per process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def leave_some_in_turn(config: pytest.Config, items: list[pytest.Item]) -> None:

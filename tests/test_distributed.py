@@ -170,8 +170,7 @@ def test_distributed_rank_that_dies_is_an_error_of_the_others(processes):
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-EXAMPLE = EXAMPLES / "long_context.py"
-ARGUMENTS = [
+LONG_CONTEXT = [
     "--seqlen",
     "256",
     "--steps",
@@ -185,36 +184,43 @@ ARGUMENTS = [
     "--documents",
     "3",
 ]
+QK_CLIP = ["--steps", "4", "--threshold", "3"]
+ONE_AFTER_ANOTHER = """
+import runpy, sys
+for sys.argv in COMMANDS:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def by_torchrun(*command: object) -> str:
-    """What a script prints that two processes run."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> str:
+    """Lines of both examples on two processes, which torchrun starts once."""
+    commands = [[str(EXAMPLES / "long_context.py"), *LONG_CONTEXT], [str(EXAMPLES / "qk_clip.py"), *QK_CLIP]]
+    script = tmp_path_factory.mktemp("examples") / "both.py"
+    script.write_text(ONE_AFTER_ANOTHER.replace("COMMANDS", repr(commands)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, *map(str, command)], capture_output=True, text=True, env=environment, timeout=240
-    )
+    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_distributed_example_trains_alike_on_any_number_of_processes(processes):
-    expected = cases.train_example(str(EXAMPLE), ARGUMENTS)
+def test_distributed_example_trains_alike_on_any_number_of_processes(processes, printed):
+    example = str(EXAMPLES / "long_context.py")
+    expected = cases.train_example(example, LONG_CONTEXT)
     assert len(expected) == 2
-    for losses in processes[2].run(cases.train_example, str(EXAMPLE), [*ARGUMENTS, "--method", "ring"]):
+    for losses in processes[2].run(cases.train_example, example, [*LONG_CONTEXT, "--method", "ring"]):
         assert losses == pytest.approx(expected, abs=2e-3)
-    printed = by_torchrun(EXAMPLE, *ARGUMENTS)
     assert [float(loss) for loss in re.findall(r"loss (\S+)", printed)] == pytest.approx(expected, abs=2e-3)
 
 
-def test_distributed_qk_clip_example_clips_alike_on_any_number_of_processes(monkeypatch, capsys):
-    script = EXAMPLES / "qk_clip.py"
-    arguments = "--steps", "4", "--threshold", "3"
-    monkeypatch.setattr("sys.argv", [str(script), *arguments])
-    runpy.run_path(str(script), run_name="__main__")
+def test_distributed_qk_clip_example_clips_alike_on_any_number_of_processes(printed, monkeypatch, capsys):
+    script = str(EXAMPLES / "qk_clip.py")
+    monkeypatch.setattr("sys.argv", [script, *QK_CLIP])
+    runpy.run_path(script, run_name="__main__")
     alone, together = (
         [float(score) for scores in re.findall(r"largest scores (.*)", text) for score in scores.split(", ")]
-        for text in (capsys.readouterr().out, by_torchrun(script, *arguments))
+        for text in (capsys.readouterr().out, printed)
     )
     assert len(alone) == 8 and together == pytest.approx(alone, abs=0.03)
 

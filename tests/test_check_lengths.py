@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -136,11 +135,9 @@ def test_environment_variable_checks_every_call(monkeypatch):
         flash_attn_with_kvcache(**cached(new=3, seqlens=(29, 3), seqlen_q=5, rotary=True, causal=True))
 
 
-def test_environment_variable_is_read_at_import():
-    code = "from tl_attention.checks import lengths; print(lengths.ALWAYS)"
-    environment = os.environ | {"TL_ATTENTION_CHECK_LENGTHS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "True" and checks_lengths.ALWAYS is False, done.stderr
+def test_environment_variable_is_read_at_import(monkeypatch):
+    monkeypatch.setenv("TL_ATTENTION_CHECK_LENGTHS", "1")
+    assert runpy.run_path(checks_lengths.__file__)["ALWAYS"] is True and checks_lengths.ALWAYS is False
 
 
 def cached(page=None, new=0, seqlens=(20, 3), seqlen_q=2, rotary=False, device="cpu", **changes):

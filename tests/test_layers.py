@@ -116,12 +116,13 @@ SLOW = [
     "rich",
 ]
 WITHOUT_NUMPY = f"""
-import sys, warnings
+import logging, sys, warnings
 warnings.simplefilter("error")
 sys.modules["numpy"] = None
 import tl_attention
 public = set(dir(tl_attention))
 assert public > set(tl_attention.__all__) | {{"distributed", "torch_backend"}}, public
+logging.getLogger("tl_attention.x").error("a line that a program did not ask for")
 print(*(name for name in {SLOW} if name in sys.modules))
 """
 FILES_WITHOUT_KERNELS = [
@@ -145,7 +146,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_layers_import_needs_torch_alone_warns_nothing_and_adds_no_machinery():
-    """Import in a process without NumPy, where a warning is an error; and all but kernels in one with torch alone."""
+    """Import in a process without NumPy, where a warning is an error, and log; and all but kernels in one with torch alone."""
     found, of_torch = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
         for code in (WITHOUT_NUMPY, WITH_TORCH_ALONE)

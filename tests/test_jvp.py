@@ -299,7 +299,10 @@ def cu(q):
 
 
 REFUSED = {
-    "hessian": (lambda q: hessian(loss_of_q)(q), r"q, .*: expected a tensor without a tangent.*flash_attn_func.*torch\.func\.jvp"),
+    "hessian": (
+        lambda q: hessian(lambda scale: loss_of_q(q * scale))(q.new_ones(())),
+        r"q, .*: expected a tensor without a tangent.*flash_attn_func.*torch\.func\.jvp",
+    ),
     "of-grad": (lambda q: jvp(grad(loss_of_q), (q,), (q,)), "expected a tensor without a tangent, as gradients"),
     "of-grad-no-grad": (lambda q: torch.no_grad()(jvp)(grad(loss_of_q), (q,), (q,)), "expected a tensor without a tangent, as gradients"),
     "of-jvp": (

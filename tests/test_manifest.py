@@ -231,8 +231,12 @@ def test_sample_has_as_many_as_asked_and_one_per_template(seed, count):
 
 
 def test_samples_reach_every_kernel():
-    samples = (manifest.sample(SHIPPED, seed, 8) for seed in range(len(SHIPPED)))
-    assert {name for names in samples for name in names} == {*SHIPPED}
+    left = {*SHIPPED}
+    for seed in range(len(SHIPPED)):
+        left -= {*manifest.sample(SHIPPED, seed, 8)}
+        if not left:
+            return
+    pytest.fail(f"in no sample: {left}")
 
 
 def test_sample_prefers_cheap_kernels():

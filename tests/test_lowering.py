@@ -162,7 +162,7 @@ def test_assemble_has_the_flags_of_the_pass_options(kernel, flags, tmp_path, mon
     assert "-lineinfo" not in command and "-arch=sm_90a" in command
 
 
-def test_build_makes_a_library_that_loads_and_touches_no_other_cache(tmp_path, monkeypatch):
+def test_build_makes_a_library_that_loads_and_serves_its_text_again(tmp_path, monkeypatch):
     if not toolkit.find_nvcc():
         pytest.skip(toolkit.NO_NVCC)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "of_tilelang"))
@@ -178,7 +178,18 @@ def test_build_makes_a_library_that_loads_and_touches_no_other_cache(tmp_path, m
     assert source.count("__global__") >= 1
     assert smem == compiler.lower(problem, config)[1] > 0
     assert path.stat().st_size < 60_000, "without line information"
-    assert not list((tmp_path / "of_tilelang").rglob("*.so"))
+    assert not list((tmp_path / "of_tilelang").rglob("*.so")), "the cache of TileLang"
+
+    def assemble(*_: object) -> None:
+        raise RuntimeError("compiled")
+
+    monkeypatch.setattr(compiler, "assemble", assemble)
+    again = path.with_name("again.so")
+    compiler.build(problem, config, again)
+    assert again.read_bytes() == path.read_bytes()
+    assert compiler.stored_source(again) == compiler.stored_source(path)
+    with pytest.raises(RuntimeError, match="compiled"):
+        compiler.build(problem, BwdSum(rows=32), path.with_name("other.so"))
 
 
 REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention.compilation import compiler, texts, toolkit
-from tl_attention.config.kernel_configs import BwdSum
-from tl_attention.problem.attn_problem import AttnProblem
+from tl_attention.compilation import texts, toolkit
 
-PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 OPTIONS = {"tl.enable_fast_math": True}
 
 
@@ -25,21 +22,6 @@ def library(tmp_path: Path) -> Path:
     path.with_suffix(".cu").write_text("source")
     texts.keep("text", path)
     return path
-
-
-def test_kernel_of_the_same_text_is_not_compiled_again(tmp_path, monkeypatch):
-    first, second = tmp_path / "sum-1.so", tmp_path / "sum-2.so"
-    compiler.build(PROBLEM, BwdSum(), first)
-
-    def assemble(*_: object) -> None:
-        raise RuntimeError("compiled")
-
-    monkeypatch.setattr(compiler, "assemble", assemble)
-    compiler.build(PROBLEM, BwdSum(), second)
-    assert second.read_bytes() == first.read_bytes()
-    assert compiler.stored_source(second) == compiler.stored_source(first)
-    with pytest.raises(RuntimeError, match="compiled"):
-        compiler.build(PROBLEM, BwdSum(rows=32), tmp_path / "sum-3.so")
 
 
 def test_a_library_is_found_by_its_text_alone(library):

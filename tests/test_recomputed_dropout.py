@@ -48,7 +48,7 @@ def distance(function, q, k, v):
     return abs(first - second) / abs(first)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.1, 0.0])
 @pytest.mark.parametrize("backend", [PARTITION, "aot_eager"])
 def test_memory_budgets_keep_the_mask(budget, backend, device):
@@ -103,7 +103,7 @@ def checkpointed(asked, q, k, v):
     return checkpoint(lambda q, k, v: attend(q, k, v) + v, q, k, x, use_reentrant=False, **asked)
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("backend", [None, PARTITION, "aot_eager"])
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_keep_the_mask(way, backend, device):

@@ -278,7 +278,7 @@ def test_hf_padding_queries_are_zero(queries, cache_calls):
     assert out[~rows].eq(0).all()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_hf_decode_compiles_without_a_graph_break(cache, padded, device, cache_calls):

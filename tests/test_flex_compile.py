@@ -29,11 +29,6 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 @pytest.fixture
 def learned(request):
     """A bias per head and distance, one per head, both learned, and documents."""

@@ -83,11 +83,6 @@ MODELS = {
 models = pytest.mark.parametrize("name", MODELS)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 class Trio:
     """One model with random bf16 weights, three times: tl_attention, eager in bf16, and eager in fp32."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from tl_attention import create_block_mask, flash_attn_func, flex_attention
 from tl_attention.api import flex_calls
 from tl_attention.torch_ops import flex_autograd
+from tl_attention.tracing import trace
 from tl_attention.tracing.captures import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
@@ -196,6 +198,31 @@ def test_functions_do_not_follow_default_devices_and_dtypes(qkv, default):
     )
     assert torch.autograd.grad(learned.float().sum(), table)[0].dtype == torch.float32
     create_block_mask(lambda b, h, i, j: i.float() > j.float() + 0.5, None, None, LENGTH, LENGTH, "cpu")
+
+
+FLOATS = {
+    "where": lambda s, b, h, i, j: torch.where(j < 8, 0.3, s),
+    "where_of_numbers": lambda s, b, h, i, j: s * 0 + torch.where(j < 8, 0.3, 0.7),
+    "tensor": lambda s, b, h, i, j: s * 0 + torch.tensor(0.3),
+    "full": lambda s, b, h, i, j: s * 0 + torch.full((), 0.3),
+    "sum_with_an_index": lambda s, b, h, i, j: s * 0 + (j * 0 + 0.3),
+    "quotient_of_an_index": lambda s, b, h, i, j: s * 0 + (j * 0 + 3) / 10,
+    "function_of_an_index": lambda s, b, h, i, j: s * 0 + torch.log1p(j * 0) + 0.3,
+}
+
+
+@pytest.mark.parametrize("score_mod", FLOATS.values(), ids=FLOATS)
+def test_floats_of_a_function_are_fp32_whatever_the_default_dtype_of_its_first_call(
+    score_mod, default, monkeypatch
+):
+    """A program of the first call serves later ones, so its numbers must not be those of another dtype."""
+    monkeypatch.setattr(trace, "_traced", {})
+    monkeypatch.setattr(flex_calls, "_prepared", {})
+    qkv = [torch.randn(1, 1, 8, 16, device="cpu", dtype=torch.float32) for _ in range(3)]
+    before = torch.get_default_dtype()
+    _, lse = flex_attention(*qkv, score_mod, return_lse=True)
+    assert torch.get_default_dtype() == before
+    torch.testing.assert_close(lse, torch.full_like(lse, 0.3 + math.log(8)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -183,6 +183,20 @@ def _own_saved_tensors():
 
 
 @contextmanager
+def _floats_in_fp32():
+    """A context in which Python's floats become fp32 numbers. The default dtype is that of all threads, so it is set only if it differs."""
+    default = torch.get_default_dtype()
+    if default is torch.float32:
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
 def _recording():
     with fx_traceback.preserve_node_meta(), _Recorder() as recorder:
         yield recorder
@@ -222,8 +236,8 @@ def trace(
                 return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
         if attn_bias is not None and attn_bias.numel():
             score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
-        # Whatever the default device, a number of the functions is none of a GPU
-        with outside_modes(), torch.device("cpu"):
+        # Whatever the defaults, a number of the functions is none of a GPU, and in fp32: later calls get the program
+        with outside_modes(), torch.device("cpu"), _floats_in_fp32():
             call, reads_sizes = _trace(score_mod, mask_mod, differentiate)
         if captures is not None:
             slots = [captures.position(tensor) for tensor in call.tensors]

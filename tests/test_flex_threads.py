@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,6 +30,37 @@ def test_flex_functions_are_traced_by_several_threads():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(run, range(24)))
     assert all(torch.equal(x, run(n)) for n, x in enumerate(found))
+
+
+FIRST_CALLS = """
+import sys, threading, warnings
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import tl_attention as tl
+
+warnings.simplefilter("ignore")
+sys.setswitchinterval(1e-4)
+q, ready = torch.randn(1, 1, 8, 16), threading.Barrier(4)
+calls = (
+    lambda: tl.flex_attention(q, q, q, lambda s, b, h, i, j: s * 2),
+    lambda: tl.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu"),
+    lambda: tl.flash_attn_func(q, q, q),
+    lambda: tl.block_masks.causal(8, 8, device="cpu"),
+)
+
+def run(call):
+    ready.wait()
+    call()
+
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(run, calls))
+"""
+
+
+def test_first_calls_of_a_process_come_from_several_threads():
+    """Each imports tools of torch, whose modules import each other: in another order the import fails."""
+    found = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
+    assert not found.returncode, found.stderr
 
 
 def changed(score, b, h, i, j):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # before make_fx imports it by way of another module, while a call in another thread imports it directly
 from torch._decomp import get_decompositions
 from torch.fx import GraphModule
 from torch.fx import traceback as fx_traceback

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,6 +64,38 @@ def test_first_calls_of_a_process_come_from_several_threads():
     """Each imports tools of torch, whose modules import each other: in another order the import fails."""
     found = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
     assert not found.returncode, found.stderr
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_trace_of_another_thread_traces():
+    """As a worker of a DataLoader, forked while a thread of the trainer makes its first call."""
+    started = threading.Event()
+
+    def slow(b, h, i, j):
+        started.set()
+        time.sleep(0.3)
+        return i >= j
+
+    tracing = threading.Thread(target=trace, args=(None, slow, False))
+    tracing.start()
+    assert started.wait(60)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            trace(None, lambda b, h, i, j: i > j, False)
+            status = 0
+        finally:
+            os._exit(status)
+    tracing.join()
+    end, done = time.monotonic() + 30, 0
+    while not done and time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.05)
+    if not done:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert done and not status
 
 
 def changed(score, b, h, i, j):

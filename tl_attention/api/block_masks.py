@@ -7,6 +7,7 @@ all elements, a bounded number at a time. No tensor has an element per query and
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ CHUNK = 2**24  # elements of a mask that are evaluated at once
 PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
 MAX_CACHED = 64
 _lock = threading.Lock()  # for the oldest of _cached to be one that is there
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 _cached: dict[
     tuple[Any, ...], tuple[tuple[torch.Tensor | None, ...], tuple[Any, ...]]

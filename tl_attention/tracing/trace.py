@@ -7,6 +7,7 @@ operations are run a second time under autograd and recorded. Operations outside
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 import traceback
@@ -255,6 +256,8 @@ def trace(
 
 MAX_TRACED = 1024
 _lock = threading.RLock()  # make_fx replaces functions of torch while it traces
+# A process is forked between traces of other threads, which it does not have: it would wait for their end
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 # By what the functions capture, and the sizes of tensors where a function reads these
 _traced: dict[tuple[Any, ...], tuple[Program, tuple[int, ...], tuple[Any, ...]]] = {}
 _programs: dict[Program, Program] = {}

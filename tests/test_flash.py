@@ -547,6 +547,30 @@ def test_compile_serves_every_length_and_window(device):
         )
 
 
+def test_compile_takes_a_longest_length_that_it_reads(device):
+    """max_seqlen as models compute it, of a value that torch.compile and torch.export do not know."""
+    torch._dynamo.reset()
+
+    def loss_of(q, cu):
+        longest = cu.diff().max().item()
+        return (flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, causal=True).float() ** 2).mean()
+
+    class Loss(torch.nn.Module):
+        def forward(self, q, cu):
+            return loss_of(q, cu)
+
+    (q,) = leaves(device, (20, 2, 64))
+    cu = torch.tensor([0, 7, 8, 20], device=device).int()
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+        (grad,) = torch.autograd.grad(compiled(q, cu), q)
+    torch.testing.assert_close(grad, torch.autograd.grad(loss_of(q, cu), q)[0], rtol=0.02, atol=1e-3)
+    with torch.no_grad():
+        program = torch.export.export(Loss(), (q, cu)).module()
+        torch.testing.assert_close(program(q, cu), loss_of(q, cu), rtol=0.02, atol=1e-3)
+
+
 def test_compile_draws_dropout_anew_each_call(device):
     torch._dynamo.reset()
     q, k, v = leaves(device, *[(1, 40, 2, 64)] * 3)

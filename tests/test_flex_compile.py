@@ -163,6 +163,18 @@ def test_flex_compile_compiles_once_more_for_all_new_lengths(device, learned):
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["a batch of keys", "keys for all"])
+def test_flex_compile_takes_sizes_that_follow_from_values(shared, device):
+    function = lambda q, k: flex_attention(q, k, k, lambda s, b, h, i, j: s + j)  # noqa: E731
+    run, _ = compiled(function, device)
+    q, k = (torch.randn(batch, HEADS, LENGTH, HEAD_DIM, device=device) for batch in (3, 1))
+    k = q if shared else k
+    wanted = function(q, k)
+    torch._dynamo.decorators.mark_unbacked(q, 0)
+    torch._dynamo.decorators.mark_unbacked(q, 2)
+    torch.testing.assert_close(run(q, k), wanted, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(("dynamic", "frames"), [(True, 1), (None, 2)])
 def test_flex_compile_of_block_masks_of_new_lengths(dynamic, frames, device, learned):
     def function(q, k, v):

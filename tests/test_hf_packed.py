@@ -217,6 +217,26 @@ def test_hf_packed_documents_beside_a_filled_cache_are_refused():
         attend(q, k, v, made(6, TOTAL, q_offset=torch.tensor(2)), position_ids=at)
 
 
+def test_hf_packed_lengths_may_be_read_in_a_compiled_call():
+    q, k, v = inputs()
+    bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+
+    def call(bounds):
+        longest = bounds.diff().max().item()
+        given = {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        return attend(q, k, v, None, is_causal=True, **given)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = torch.compile(call, backend="aot_eager", fullgraph=True)(bounds)
+    torch.testing.assert_close(found, call(bounds))
+
+
 @pytest.mark.parametrize("cause", ["positions", "mask", "ones", "holes"])
 def test_hf_packed_documents_fail_in_a_compiled_call(cause):
     """Documents cannot be found there without a wait, so the call fails on the device; one document runs."""

@@ -239,6 +239,15 @@ def is_int(x: object) -> bool:
     return isinstance(x, INT_TYPES) and not isinstance(x, bool)
 
 
+def surely(condition: Any) -> bool:
+    """A condition on numbers; False where torch.compile or torch.export cannot know it, as of a length that .item() reads."""
+    if torch.compiler.is_compiling() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # here, as it takes time to import
+
+        return guard_or_false(condition)
+    return condition
+
+
 def holds_ints(x: torch.Tensor) -> bool:
     """True for a tensor of an integer dtype; bool is not one."""
     return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
@@ -426,7 +435,7 @@ def check_lengths(
         if not in_tensor and not is_int(length):
             hint = cast_hint(name, length, "int", "; pass the length of the longest sequence")
             raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}{hint}")
-        if not in_tensor and length < 0:
+        if not in_tensor and surely(length < 0):
             raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
 
 

@@ -20,6 +20,7 @@ from tl_attention.checks.common import (
     expect_tensor,
     is_dtensor,
     is_int,
+    surely,
 )
 from tl_attention.checks.transforms import warn_caller
 from tl_attention.problem.attn_problem import MAX_HEAD_DIM
@@ -171,7 +172,8 @@ def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
     """k and v expanded to the batch of q if they have one entry for all."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
-    if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 != q.shape[0]:
+    is_one = (surely(x.shape[0] == 1) for x in (k, v))
+    if q.ndim == k.ndim == v.ndim == 4 and all(is_one) and not surely(q.shape[0] == 1):
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     return k, v
 
@@ -196,12 +198,12 @@ def check_value_width(v: torch.Tensor) -> None:
 
 def check_sizes(q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
     """Check that batch and lengths of q and k [batch, heads, seqlen, head_dim] are within limits."""
-    if q.shape[0] > MAX_BATCH:
+    if surely(q.shape[0] > MAX_BATCH):
         raise NotImplementedError(
             f"{names.q}: expected a batch of at most {MAX_BATCH}, got {q.shape[0]}; call it in parts"
         )
     for name, x in ((names.q, q), (names.k, k)):
-        if x.shape[2] > MAX_LENGTH:
+        if surely(x.shape[2] > MAX_LENGTH):
             raise NotImplementedError(f"{name}: expected at most {MAX_LENGTH} rows, got {x.shape[2]}")
 
 

@@ -16,6 +16,7 @@ from tl_attention.checks.common import (
     holds_ints,
     is_dtensor,
     is_int,
+    surely,
 )
 from tl_attention.integrations.hf_mask import USE_ANOTHER, Mask
 from tl_attention.tracing.captures import is_vmapped
@@ -225,7 +226,7 @@ def check_packing(query: torch.Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: 
         in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
         if not in_tensor and not is_int(length):
             raise TypeError(f"{name}: expected None, an int or a 0-d integer tensor, got {describe(length)}")
-        if not in_tensor and length < 0:
+        if not in_tensor and surely(length < 0):
             raise ValueError(f"{name}: expected at least 0, got {length}")
     if cu_q is None:
         return

@@ -311,6 +311,20 @@ def test_rotary_reference_is_a_complex_product(interleaved):
     )
 
 
+@pytest.mark.parametrize("inner", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outer", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotary_on_the_cpu_does_not_depend_on_autocast(interleaved, outer, inner):
+    q, k_cache, v_cache, k = (torch.randn(1, rows, 2, 16, dtype=inner) for rows in (2, 8, 8, 2))
+    cos, sin = torch.rand(2, 8, 8, dtype=inner)
+    options = {"cache_seqlens": 3, "causal": True, "rotary_interleaved": interleaved}
+    given = [(q, k_cache.clone(), v_cache.clone(), k, k, cos, sin) for _ in range(2)]
+    wanted = flash_attn_with_kvcache(*given[0], **options)
+    with torch.autocast("cpu", outer):
+        assert torch.equal(flash_attn_with_kvcache(*given[1], **options), wanted)
+    assert torch.equal(given[0][1], given[1][1])
+
+
 def test_signature_is_that_of_flash_attention_2_plus_keywords():
     parameters = inspect.signature(flash_attn_with_kvcache).parameters.values()
     given = {

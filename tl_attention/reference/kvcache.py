@@ -137,14 +137,17 @@ def rotary_reference(
     Returns:
         The rotated x, in the dtype of x. A row at a position past the table is not rotated.
     """
-    half, last = cos.shape[1], max(cos.shape[0] - 1, 0)
-    outside = (positions > last)[:, :, None, None]
-    cos, sin = (
-        y.float()[positions.clamp(max=last)][:, :, None].masked_fill(outside, fill)
-        for y, fill in ((cos, 1), (sin, 0))
-    )  # [batch, rows, 1, rotary_dim / 2]
-    columns, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    first, second = columns.unflatten(-1, (half, 2)).unbind(-1) if interleaved else columns.split(half, -1)
-    rotated = first * cos - second * sin, first * sin + second * cos
-    rotated = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return torch.cat((rotated.to(x.dtype), rest), -1)
+    with torch.autocast(x.device.type, enabled=False):  # as in kvcache_reference
+        half, last = cos.shape[1], max(cos.shape[0] - 1, 0)
+        outside = (positions > last)[:, :, None, None]
+        cos, sin = (
+            y.float()[positions.clamp(max=last)][:, :, None].masked_fill(outside, fill)
+            for y, fill in ((cos, 1), (sin, 0))
+        )  # [batch, rows, 1, rotary_dim / 2]
+        columns, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+        first, second = (
+            columns.unflatten(-1, (half, 2)).unbind(-1) if interleaved else columns.split(half, -1)
+        )
+        rotated = first * cos - second * sin, first * sin + second * cos
+        rotated = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+        return torch.cat((rotated.to(x.dtype), rest), -1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -198,3 +201,28 @@ def test_explain_serves_every_named_shape(direction):
 def test_explain_refuses(words, text):
     with pytest.raises(SystemExit, match=f"tl-attention explain: .*{text}"):
         cli.main(["explain", *words])
+
+
+@pytest.mark.parametrize("word", ["", " ", ";"])
+def test_explain_refuses_an_empty_word(word, capsys):
+    """As of a variable of a shell that is not set."""
+    with pytest.raises(SystemExit) as fault:
+        cli.main(["explain", word])
+    assert fault.value.code == 2 and "SHAPE: expected" in capsys.readouterr().err
+
+
+def test_explain_reads_its_files_in_utf_8_in_any_locale():
+    """Stored results have signs outside of ASCII."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["-c", f"from tl_attention.tools import cli; cli.main(['explain', '{ARTICLE}'])"]
+    done = subprocess.run([sys.executable, *words], env=os.environ | locale, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "measured" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["explain", ARTICLE], ["doctor"], ["config", "d128"]], ids=lambda words: words[0]
+)
+def test_commands_run_where_stdout_is_closed(words, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(words) == 0

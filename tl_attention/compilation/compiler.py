@@ -163,7 +163,7 @@ def _dynamic_smem(artifact: Any) -> int:
 
 def stored_source(library: Path) -> tuple[str, int | None]:
     """CUDA source beside a kernel's library, and its bytes of dynamic shared memory; None where SMEM_LINE is missing."""
-    source = library.with_suffix(".cu").read_text()
+    source = library.with_suffix(".cu").read_text(encoding="utf-8")
     found = re.search(f"^{SMEM_LINE}$".format(r"(\d+)"), source, re.MULTILINE)
     return source, int(found[1]) if found else None
 
@@ -190,7 +190,7 @@ def assemble(
         raise FileNotFoundError(toolkit.NO_NVCC)
     level = options.get("tl.ptxas_register_usage_level")
     path = folder / "kernel.cu"
-    path.write_text(source)
+    path.write_text(source, encoding="utf-8")
     command = [
         found[0],
         f"-ccbin={cc.get_cplus_compiler()}",
@@ -245,7 +245,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
                 program, target=target, enable_host_codegen=True, enable_device_compile=True
             )
         smem_line = SMEM_LINE.format(_dynamic_smem(artifact))
-        path.with_suffix(".cu").write_text(f"{artifact.kernel_source}\n{smem_line}\n")
+        path.with_suffix(".cu").write_text(f"{artifact.kernel_source}\n{smem_line}\n", encoding="utf-8")
         # The host code is C: as C++ it would take twice the time
         tvm.runtime.Executable(artifact.rt_mod).export_library(str(folder / path.name), options=["-x", "c"])
         os.replace(folder / path.name, path)

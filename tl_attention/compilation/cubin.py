@@ -77,14 +77,14 @@ def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
             source, smem = compiler.lower(problem, config)
         options = compiler.pass_configs(problem, config)
         report = report_source(source, smem, config.threads, uses_wgmma(config), options)
-        stored.write_text(json.dumps(asdict(report)))
+        stored.write_text(json.dumps(asdict(report)), encoding="utf-8")
     return report
 
 
 def _read_report(path: Path) -> Report | None:
     """Report in a file; None if there is no file, or if it is cut short or has other fields than Report."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         return Report(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     except (FileNotFoundError, ValueError, TypeError):
         return None
@@ -108,7 +108,9 @@ def report_source(
     with tempfile.TemporaryDirectory() as folder:
         log, cubin = compiler.assemble(source, Path(folder), options, ["-Xptxas=-v", "--keep"])
         sass = _disassemble(cubin)
-        code, counted_in = (sass, "SASS") if sass else (cubin.with_suffix(".ptx").read_text(), "PTX")
+        code, counted_in = (
+            (sass, "SASS") if sass else (cubin.with_suffix(".ptx").read_text(encoding="utf-8"), "PTX")
+        )
     registers = _largest(r"Used (\d+) registers", log)
     smem_static = _largest(r"(\d+) bytes smem", log)
     patterns = {

@@ -71,16 +71,18 @@ def write_narrowed(source: str, folder: Path) -> bool:
 
     calls = (
         Path(TILELANG_TEMPLATE_PATH, CALLS)
-        .read_text()
+        .read_text(encoding="utf-8")
         .replace('"../common.h"', "<tl_templates/cuda/common.h>")
     )
     calls = re.sub(DEFINED, defined, calls, flags=re.MULTILINE)
     texts = {CALLS: re.sub(LISTED, listed, calls, flags=re.MULTILINE)}
     for name in STRUCTS:
-        texts[name] = re.sub(STRUCT, struct, Path(CUTLASS_INCLUDE_DIR, name).read_text(), flags=re.MULTILINE)
+        texts[name] = re.sub(
+            STRUCT, struct, Path(CUTLASS_INCLUDE_DIR, name).read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
     texts |= dict.fromkeys(HOST, "") | {THREADS: THREADS_TEXT}
     texts |= {name: "" for name, call in CALLED.items() if not re.search(call, source)}
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     return True

@@ -90,7 +90,7 @@ def holder(path: Path) -> str:
     if process == str(os.getpid()):
         return "another thread of this process"
     try:
-        state = Path("/proc", process, "stat").read_text().rpartition(") ")[2][:1]
+        state = Path("/proc", process, "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
     except OSError:  # perhaps in another container
         return f"process {process} ({what})"
     stopped = f", which is stopped: continue it by `kill -CONT {process}` or end it" if state in "tT" else ""

@@ -325,7 +325,7 @@ class Manifest:
     def read(cls) -> Manifest:
         """The committed manifest; an empty one if there is no file."""
         path = manifest_path()
-        table = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
+        table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}}
         return cls({name: text for name, text in table.items() if name != "kernels"}, table["kernels"])
 
     def format(self) -> str:
@@ -346,7 +346,7 @@ def all_faults(manifest: Manifest) -> dict[str, list[str]]:
 def committed_texts() -> dict[str, str]:
     """Text hash per kernel name in both files."""
     path = texts_path()
-    others = json.loads(path.read_text()) if path.exists() else {}
+    others = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {name: kernel["text"] for name, kernel in Manifest.read().kernels.items()} | others
 
 
@@ -434,7 +434,7 @@ def rewrite(jobs: int | None = None, sources: bool = False, say: Callable[[str],
     for number, (kernel, values) in enumerate(_in_processes(entry, names, jobs), 1):
         table[names[kernel]] = values
         say(f"{number}/{len(stale)} {names[kernel]}")
-    manifest_path().write_text(Manifest(versions, table).format())
+    manifest_path().write_text(Manifest(versions, table).format(), encoding="utf-8")
     texts_path().write_text(
         format_texts({name: text for name, text in hashes.items() if name not in kernels})
     )

@@ -42,7 +42,7 @@ def key(text: str, options: Mapping[str, object]) -> str:
 def reuse(key: str, library: Path) -> bool:
     """Put a library of the same text, with its CUDA source, in the place of `library`; False if there is none."""
     try:
-        found = library.with_name((library.parent / FOLDER / key).read_text())
+        found = library.with_name((library.parent / FOLDER / key).read_text(encoding="utf-8"))
         for suffix in (".cu", library.suffix):  # the library last: who finds it finds its source, too
             _link(found.with_suffix(suffix), library.with_suffix(suffix))
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def keep(key: str, library: Path) -> None:
     note = library.parent / FOLDER / key
     note.parent.mkdir(exist_ok=True)
     begun = note.with_suffix(f".{os.getpid()}")
-    begun.write_text(library.name)
+    begun.write_text(library.name, encoding="utf-8")
     os.replace(begun, note)
 
 

@@ -106,7 +106,7 @@ def read_tuned(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
     """The table in a file of this age and size. It is kept, as each lookup of a row needs it and parsing takes milliseconds."""
-    return {direction: {} for direction in DIRECTIONS} | json.loads(path.read_text())
+    return {direction: {} for direction in DIRECTIONS} | json.loads(path.read_text(encoding="utf-8"))
 
 
 def format_tuned(table: dict[str, Any]) -> str:
@@ -136,7 +136,7 @@ def _toml(name: str) -> dict[str, Any]:
         import tomli as tomllib  # not at the top: importing the package needs torch alone
 
     path = data_dir() / name
-    return tomllib.loads(path.read_text()) if path.exists() else {}
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 @functools.cache

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(parser, argv)
     try:
         status = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
@@ -382,7 +383,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         raise SystemExit(
             f"tl-attention compile: expected words of a kernel, such as bf16 d128 dq; no kernel has all of: {words}"
         )
-    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    console = Console(width=None if text.on_terminal() else WIDE)
     lines = Console(file=sys.stderr) if arguments.json else console
     built = track(
         autotune.compile_all(kernels, arguments.jobs, limit=arguments.limit), len(kernels), "compile", lines

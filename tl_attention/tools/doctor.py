@@ -152,7 +152,9 @@ def _check_nvcc() -> tuple[bool, str]:
     )
     text = f"{release.rpartition(', ')[2]}, {nvcc}, by {origin}"
     headers = nvcc.parents[1] / "include/cuda_runtime_api.h"
-    version = headers.exists() and re.search(r"define CUDART_VERSION\s+(\d+)", headers.read_text())
+    version = headers.exists() and re.search(
+        r"define CUDART_VERSION\s+(\d+)", headers.read_text(encoding="utf-8")
+    )
     if version:
         major, minor = divmod(int(version[1]) // 10, 100)
         if f"release {major}.{minor}," not in release:

@@ -11,9 +11,14 @@ import textwrap
 WHOLE = 1 << 20  # columns of a line that goes on without an end
 
 
+def on_terminal() -> bool:
+    """True if stdout is a terminal. It is None in a process that starts with it closed."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def columns() -> int:
     """Columns of the terminal; without one, more than any line has."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WHOLE
+    return shutil.get_terminal_size().columns if on_terminal() else WHOLE
 
 
 def filled(words: str, first: str = "", rest: str = "") -> str:

@@ -102,7 +102,7 @@ def save_winner(path: Path, gpu_name: str, row: Row, winner: Attempt, shapes: Se
     sections[row.direction][row.key] = measured
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(configs.format_tuned(provenance | sections))
+    scratch.write_text(configs.format_tuned(provenance | sections), encoding="utf-8")
     scratch.replace(path)
 
 
@@ -119,7 +119,7 @@ def append_log(
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "shapes": [str(shape) for shape in shapes],
     }
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         for attempt in attempts:
             file.write(json.dumps(common | asdict(attempt)) + "\n")
 

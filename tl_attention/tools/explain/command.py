@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype
     try:
         gpu = question.gpu_of(arguments.gpu)
-        if not arguments.words:
+        if not " ".join(arguments.words).replace(";", " ").strip():
             raise ValueError("SHAPE: expected a name or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..], got none")
         asked = list(itertools.product(chosen_shapes(arguments.words).values(), arguments.directions))
         for shape, direction in asked:

@@ -42,7 +42,7 @@ def find(shape: Shape, direction: str, dtype: str, gpu_name: str) -> list[Measur
 
 def _read(path: Path, shape: Shape, direction: str, dtype: str) -> Iterator[Measurement]:
     """Measurements in a file: its first line has what all share, each other line is a problem, maybe of another commit."""
-    header, *lines = map(json.loads, path.read_text().splitlines())
+    header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     if header["pass"] != direction:
         return
     rows = FP32_ROWS if header["dtype"] == "fp32" else {OURS: header["dtype"]}

@@ -442,4 +442,4 @@ def test_decode_needs_the_kernels_of_its_number_of_queries_alone(asked):
     q, k = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 256, 8, 128, dtype=torch.bfloat16)
     launch.decode.DecodePlan(q, Cache(k, k, 256), Options())
     problem = decode_problem("bfloat16", 128, 128, ())
-    assert asked == [configs.decode_config(problem, 1).kernels(problem)]
+    assert asked == [configs.decode_config(problem, 1, items_per_sm=0).kernels(problem)]

@@ -452,15 +452,30 @@ def test_config_has_every_bucket_that_the_sizes_leave(words, buckets, no_user_ta
 
 def test_config_of_decode(capsys):
     lines = run_config(capsys, "d128", "softcap", "--pass", "decode")
-    few, many = configs.decode_configs(AttnProblem("bfloat16", 128, 128, False))
-    assert [line for line in lines if not line.startswith(" ")] == [
-        f"decode bf16 d128 full softcap: {few}",
-        f"decode bf16 d128 full softcap: {many}",
-    ]
+    few, many, tall = (line.config for line in configs.decode_lines("d128"))
+    heads = [f"decode bf16 d128 full softcap: {config}" for config in (few, many, tall)]
+    assert [line for line in lines if not line.startswith(" ")] == heads
     sizes = ("heads=64", "heads_kv=8", "seqlen_q=9", "page_size=48")
     paged = run_config(capsys, "d128", *sizes, "--pass", "decode")
-    assert paged[0] == f"decode bf16 d128 full: {replace(many, page_rows=16)}"
+    assert paged[0] == f"decode bf16 d128 full: {replace(tall, page_rows=16)}"
     assert paged[1].startswith("  runs as bf16 d128 full window: each decode kernel has a window, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(("batch=16",), [0]), (("batch=17",), [1]), ((), [0, 1]), (("batch_invariant",), [1])],
+)
+def test_config_of_decode_follows_from_the_number_of_items(words, found, capsys):
+    lines = run_config(capsys, "d128", "heads=32", "heads_kv=8", *words, "--pass", "decode", "--gpu", "H200")
+    configs_of = [line.config for line in configs.decode_lines("d128")]
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert len(heads) == len(found)
+    for head, number in zip(heads, found, strict=True):
+        config = configs_of[number]
+        if "batch_invariant" in words:
+            assert f"decode {config.warpgroups}x128x" in head
+        else:
+            assert head == f"decode bf16 d128 full: {config}"
 
 
 def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
@@ -608,7 +623,7 @@ def test_compile_of_decode_shapes(compiled):
     shapes = ["--shapes", "8,64,8,1,8192,128,full", "1,8,8,4,100,112,causal"]
     assert cli.main(["compile", "--pass", "decode", *shapes]) == 0
     assert compiled == catalog.decode_kernels(["bfloat16"], [(128, 128)])
-    assert len(compiled) == 2 * 3 + 3  # by rows and pages; two that merge, one that appends
+    assert len(compiled) == 3 * 3 + 3  # by rows, items and pages; two that merge, one that appends
 
 
 def test_compile_of_jvp_shapes(compiled, capsys):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from protocol.launches import SMS, recorded
 
 from tl_attention import launch
 from tl_attention.compilation import compiler
@@ -30,6 +31,34 @@ def test_config_follows_from_query_rows(width, rows):
     assert config.columns(D128) * config.warpgroups == 128 * (
         1 if config.divides_columns else config.warpgroups
     )
+
+
+@pytest.mark.parametrize("width", [(64, 64), (96, 96), (128, 128), (192, 128)], ids=str)
+def test_decodes_of_few_items_have_one_cta_per_sm(width):
+    problem = AttnProblem("bfloat16", *width, False)
+    few, many, tall = (configs.decode_config(problem, rows, 0, n) for rows, n in ((64, 1), (64, 9), (65, 1)))
+    assert (few.ctas_per_sm, few.warpgroups) == (1, 1) and (many.ctas_per_sm, tall.warpgroups) == (2, 2)
+    assert configs.decode_config(problem, 64) == many
+
+
+@pytest.mark.parametrize(("batch", "splits", "ctas_per_sm"), [(16, 0, 1), (17, 0, 2), (17, 3, 2), (1, 3, 1)])
+def test_launches_choose_their_config_by_items(batch, splits, ctas_per_sm):
+    q, k = (torch.zeros(batch, n, 8, 128, dtype=torch.bfloat16) for n in (1, 1000))
+    decode, _ = recorded(lambda: launch.attend_cache(q, Cache(k, k, 1000), 0.1, Options(num_splits=splits)))
+    assert decode.config.ctas_per_sm == ctas_per_sm and 16 * 8 <= SMS < 17 * 8
+    partials = decode.arguments[9].shape
+    assert partials[1:] == (1, 1, 128)
+    needed = 4 * partials[0] * 129
+    assert launch.decode_workspace_bytes(batch, 1, 8, 8, 128, splits, 1000, SMS) >= needed
+
+
+def test_batch_invariant_decodes_have_one_config_for_any_number_of_items():
+    found = set()
+    for batch in (1, 16, 17):
+        q, k = (torch.zeros(batch, n, 8, 128, dtype=torch.bfloat16) for n in (1, 100))
+        options = Options(num_splits=BATCH_INVARIANT)
+        found |= {x.config for x in recorded(lambda: launch.attend_cache(q, Cache(k, k, 100), 0.1, options))}  # noqa: B023
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
@@ -113,7 +142,7 @@ def test_plans_are_found_by_metadata(monkeypatch):
 def test_kernels_of_a_decode_wait_for_the_kernel_before_them(name):
     """They launch before its end, so nothing may be read or written before the wait."""
     pytest.importorskip("tilelang")
-    few, many = configs.decode_configs(D128)
+    few, _, many = (line.config for line in configs.decode_lines(D128.width))
     kernels = {
         "append": append_kernel("bfloat16"),
         "decode": (D128, replace(many, page_rows=16)),

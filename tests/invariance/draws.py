@@ -249,7 +249,8 @@ def kernels_of(run: Run, options: Iterable[OptionSet]) -> list[tuple[AttnProblem
                 found += itertools.chain(*(config.kernels(problem) for config in every))
         problem = decode_problem(dtype, *run.head_dims, names)
         forward = None if run.is_latent else AttnProblem.of(dtype, *run.head_dims, False, options=names)
-        for rows, pages in itertools.product(configs.DECODE_ROWS, (0, *rows_of_pages)):
+        edge = configs.DECODE_ROWS
+        for rows, pages in itertools.product((edge, edge + 1), (0, *rows_of_pages)):
             config = configs.decode_config(problem, rows, pages)
             if forward is not None:
                 config = configs.invariant_decode_config(problem, config, forward)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from protocol.launches import forced_decode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tl_attention import flash_attn_with_kvcache, launch
@@ -531,9 +532,10 @@ class DecodeTrial(Trial):
         return caches
 
     def run(self) -> Outputs:
-        return flash_attn_with_kvcache(
-            self.q, self.k_cache, self.v_cache, **self.keywords, return_softmax_lse=True
-        )
+        with forced_decode(self.config):
+            return flash_attn_with_kvcache(
+                self.q, self.k_cache, self.v_cache, **self.keywords, return_softmax_lse=True
+            )
 
     def faults(self, outputs: Outputs) -> list[str]:
         out, lse = outputs

@@ -95,7 +95,7 @@ def test_draws_are_those_of_the_class(one):
             rows = draw.lengths[0][0] * draw.group
             plain = configs.decode_config(one.problem, rows, one.config.page_rows)
             assert plain.warpgroups == one.config.warpgroups
-            assert plain == one.config or draw.batch_invariant
+            assert draw.batch_invariant or not one.config.batch_invariant
             assert all(draw.new <= k for _, k in draw.lengths)
     if one.kind != DECODE:
         assert any(q > k for draw in found for q, k in draw.lengths)

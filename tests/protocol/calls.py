@@ -20,9 +20,11 @@ from tl_attention.problem.attn_problem import DECODE, DEFAULT_DTYPE, DIRECTIONS,
 from tl_attention.problem.options import BATCH_INVARIANT, UNLIMITED, Cache, Options
 from tl_attention.tracing.trace import trace
 
+from .launches import forced_decode
+
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
 MASK_BLOCK = 128  # queries and keys per block of a mask
-FEW_ROWS, _ = configs.DECODE_ROWS  # of a decode: with more it has the second config of a width
+FEW_ROWS = configs.DECODE_ROWS  # of a decode: with more it has the last config of its width
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,7 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
         full = (UNLIMITED, UNLIMITED) if problem.has("tree") else options.window
         window = (UNLIMITED, 0) if chance.random() < 0.5 else full
         asked = replace(options, window=window, num_splits=splits)
-        launch.attend_cache(q, cache, draw.scale, asked)
+        with forced_decode(config):
+            launch.attend_cache(q, cache, draw.scale, asked)
 
     return call

@@ -191,6 +191,19 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextlib.contextmanager
+def forced_decode(config: Any) -> Iterator[None]:
+    """Within it decodes run `config`, whatever their number of items; one of batch_invariant follows from the call."""
+    from tl_attention.config import configs
+    from tl_attention.launch import common, decode
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not config.batch_invariant:
+            patch.setattr(configs, "decode_config", lambda *_, **__: config)
+        patch.setattr(decode, "plan_cache", common.PlanCache())
+        yield
+
+
 def recorded(call: Callable[[], Any], sms: int = SMS) -> list[Launch]:
     """Launches of a call on a GPU with `sms` SMs."""
     with recording(sms) as launches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -119,11 +120,14 @@ def _decodes(
     options: Sequence[str],
     names: Iterable[str] = tuple(HALF_DTYPES),
     widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
+    items_per_sm: float = 0,
 ) -> Iterator[CallKind]:
+    """Decodes with each config of their width that serves launches of so many items per SM."""
     for dtype, width in itertools.product(names, widths):
         problem = decode_problem(dtype, *width, options)
-        for pages, rows in itertools.product(PAGE_ROWS, configs.DECODE_ROWS):
-            yield CallKind(DECODE, problem, configs.decode_config(problem, rows, pages))
+        for pages, line in itertools.product(PAGE_ROWS, configs.decode_lines(problem.width)):
+            if items_per_sm <= line.items_per_sm:
+                yield CallKind(DECODE, problem, replace(line.config, page_rows=pages))
 
 
 def option_problems(
@@ -193,7 +197,7 @@ def _batch_invariant(names: Iterable[str]) -> Iterator[CallKind]:
         yield CallKind("fwd", problem, config)
         if options:
             yield from (CallKind(PAGED, problem, form) for form in config.paged_forms(problem))
-    for call in _decodes((), names):
+    for call in _decodes((), names, items_per_sm=math.inf):
         if not call.config.v_in_k:  # latent attention has no forward
             forward = AttnProblem.of(
                 call.problem.dtype, call.problem.head_dim, call.problem.head_dim_v, False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_d
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
 SHARED_HEADS = "shared"  # in the name of a bucket: more query heads than key heads
 LINE_WORDS = ("needs", "serves", "buckets", "dtypes")  # of a line, beside the fields of its config
-DECODE_ROWS = (64, 65)  # numbers of rows that select the first and the second decode config of a width
+DECODE_ROWS = 64  # the most rows of a decode that is not served by the last config of its width
 
 
 def installed() -> bool:
@@ -363,16 +364,35 @@ def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def decode_configs(problem: AttnProblem) -> tuple[DecodeConfig, DecodeConfig]:
-    """The two configs of a width: for tiles of at most 64 rows, and for more."""
-    configs = [DecodeConfig(**fields) for fields in _grid()["decode"][problem.width]]
-    return configs[0], configs[-1]
+@functools.cache
+def decode_lines(width: str) -> tuple[DecodeLine, ...]:
+    """The decode configs of a width, in the order in which they are asked. The last one serves tiles of more than 64 rows."""
+    found = []
+    for fields in _grid()["decode"][width]:
+        most = fields.get("items_per_sm", math.inf)
+        config = DecodeConfig(**{name: value for name, value in fields.items() if name != "items_per_sm"})
+        found.append(DecodeLine(config, most))
+    return tuple(found)
 
 
-def decode_config(problem: AttnProblem, rows: int, page_rows: int = 0) -> DecodeConfig:
-    """The config of a decode. rows: queries x query heads per key head."""
-    few, many = decode_configs(problem)
-    return replace(few if rows <= 64 else many, page_rows=page_rows)
+def decode_line(problem: AttnProblem, rows: int, items_per_sm: float = math.inf) -> DecodeLine:
+    """The line of the grid that serves a decode.
+
+    Args:
+        rows: queries x query heads per key head.
+        items_per_sm: key heads of all sequences, over the SMs of the GPU.
+    """
+    lines = decode_lines(problem.width)
+    if rows > DECODE_ROWS:
+        return lines[-1]
+    return next(line for line in lines if items_per_sm <= line.items_per_sm)
+
+
+def decode_config(
+    problem: AttnProblem, rows: int, page_rows: int = 0, items_per_sm: float = math.inf
+) -> DecodeConfig:
+    """The config of a decode, see decode_line()."""
+    return replace(decode_line(problem, rows, items_per_sm).config, page_rows=page_rows)
 
 
 def invariant_decode_config(problem: AttnProblem, config: DecodeConfig, forward: AttnProblem) -> DecodeConfig:
@@ -393,6 +413,21 @@ def invariant_decode_config(problem: AttnProblem, config: DecodeConfig, forward:
     )
     limit = SMEM_LIMIT - legality.BARRIER_BYTES
     return next(one for one in found if legality.smem_bytes(problem, one) <= limit)
+
+
+@dataclass(frozen=True)
+class DecodeLine:
+    """A decode config, and the launches that it serves."""
+
+    config: DecodeConfig
+    items_per_sm: float  # at most so many key heads of all sequences per SM
+
+    def launches(self, rows: int) -> str:
+        """The launches of this line in words. rows: those of a launch."""
+        words = f"{'more than' if rows > DECODE_ROWS else 'at most'} {DECODE_ROWS} rows per key head"
+        if self.items_per_sm == math.inf:
+            return words
+        return f"{words}, at most {self.items_per_sm} x SMs key heads of all sequences"
 
 
 @dataclass(frozen=True)

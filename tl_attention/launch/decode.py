@@ -101,10 +101,11 @@ def decode_workspace_bytes(
         seqlen_cache: maximum number of keys per sequence.
     """
     rows = _query_rows(seqlen_q, heads, heads_kv)
+    items_per_sm = math.inf if num_splits == BATCH_INVARIANT else batch * heads_kv / sms
     most = 0
     for width in DECODE_TILE_WIDTHS:  # any that holds head_dim_v: head_dim is unknown here
         problem = AttnProblem(DEFAULT_DTYPE, *width, False)
-        config = configs.decode_config(problem, rows)
+        config = configs.decode_config(problem, rows, items_per_sm=items_per_sm)
         if width[1] < head_dim_v or (config.v_in_k and width[1] != head_dim_v):
             continue
         if num_splits == BATCH_INVARIANT and not config.v_in_k:
@@ -130,7 +131,10 @@ class DecodePlan:
         rows = _query_rows(seqlen_q, heads, heads_kv)
         page_size = k.shape[1]
         rows_per_copy = page_rows(page_size) if paged else 0
-        config = configs.decode_config(problem, rows, rows_per_copy)
+        sms = sm_count(self.device)
+        # Calls with batch_invariant have one config, whatever the batch
+        items_per_sm = math.inf if options.batch_invariant else batch * heads_kv / sms
+        config = configs.decode_config(problem, rows, rows_per_copy, items_per_sm)
         if options.batch_invariant and not config.v_in_k:
             shared = tuple(name for name in options.names if name in OPTIONS)
             forward = AttnProblem.of(problem.dtype, head_dim, self.head_dim_v, False, options=shared)
@@ -141,9 +145,7 @@ class DecodePlan:
         if paged:
             capacity *= cache.block_table.shape[1]
         rule = _split_rule(options.num_splits, config, capacity)
-        m_blocks, ctas, slots, entries = _launch_sizes(
-            config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
-        )
+        m_blocks, ctas, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, capacity, sms)
         most_partials = capacity // (MIN_BLOCKS_PER_CTA * config.block_N)
         partials = min(slots // (batch * heads_kv * m_blocks), most_partials)
         self.kernel, combine = compiled[problem, config], compiled[config.combine(problem, partials)]

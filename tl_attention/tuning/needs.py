@@ -42,7 +42,7 @@ def kernels_of(
             f"{shape}: expected head dims within one of {widths}, the kernels of --pass {direction}"
         )
     if direction == DECODE:
-        return _decode_kernels(shape, dtype, all_lengths)
+        return _decode_kernels(shape, dtype, all_lengths, gpu)
     problem = shape.problem(dtype, direction)
     if shape.options.page and (direction != "fwd" or not problem.has("varlen")):
         raise ValueError(
@@ -75,11 +75,13 @@ def _buckets(shape: Shape, problem: AttnProblem, direction: str, gpu: str | None
     return [bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest)]
 
 
-def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool) -> list[Kernel]:
+def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool, gpu: str | None) -> list[Kernel]:
     width = decode_width(shape.head_dim, shape.head_dim_v)
     if all_lengths:
         return catalog.decode_kernels([dtype], [width], shape.option_names)
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
     pages = page_rows(shape.options.page) if shape.options.page else 0
-    return [*configs.decode_config(problem, rows, pages).kernels(problem), append_kernel(dtype)]
+    items_per_sm = shape.batch * shape.heads_kv / gpu_of(gpu).sms
+    config = configs.decode_config(problem, rows, pages, items_per_sm)
+    return [*config.kernels(problem), append_kernel(dtype)]

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -342,7 +342,7 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[Answer]:
         ValueError: the question does not fit the pass.
     """
     if direction == DECODE:
-        yield from _answer_decode(question)
+        yield from _answer_decode(question, gpu)
         return
     if "page_size" in question.sizes:
         raise ValueError(
@@ -444,7 +444,7 @@ def _with_window(question: Question, problem: AttnProblem, found: Sequence[str])
     return list(dict.fromkeys(window_bucket(bucket, problem.options, n) for bucket in found for n in keys))
 
 
-def _answer_decode(question: Question) -> Iterator[Answer]:
+def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
     check_head_dims(*question.head_dims, DECODE, question.dtype)
     if others := [option for option in question.options if option not in DECODE_OPTIONS]:
         raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
@@ -456,16 +456,23 @@ def _answer_decode(question: Question) -> Iterator[Answer]:
         raise ValueError(f"bucket: expected none for decode, which is not tuned, got {question.bucket}")
     problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes
     pages = page_rows(sizes["page_size"]) if "page_size" in sizes else 0
+    few, many = configs.DECODE_ROWS, configs.DECODE_ROWS + 1
+    lines = configs.decode_lines(problem.width)
+    served = [*((few, line) for line in lines[:-1] or lines), (many, lines[-1])]
     if {"heads", "heads_kv"} <= sizes.keys():
-        rows = [sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]]
-    else:
-        rows = configs.DECODE_ROWS
+        rows = sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]
+        served = [(number, line) for number, line in served if (number == many) == (rows > few)]
+        if question.batch_invariant or "batch" in sizes:
+            items_per_sm = (
+                math.inf if question.batch_invariant else sizes["batch"] * sizes["heads_kv"] / gpu.sms
+            )
+            served = [(rows, configs.decode_line(problem, rows, items_per_sm))]
+    elif question.batch_invariant:
+        served = [(number, line) for number, line in served if line.items_per_sm == math.inf]
     grid = configs.data_dir() / "grid.toml"
-    for number in rows:
-        config: DecodeConfig = configs.decode_config(problem, number, pages)
-        few = number <= configs.DECODE_ROWS[0]
-        which = "at most 64" if few else "more than 64"
-        source = f"[decode] {problem.width} of {grid}, for {which} rows per key head"
+    for number, line in served:
+        config: DecodeConfig = replace(line.config, page_rows=pages)
+        source = f"[decode] {problem.width} of {grid}, for {line.launches(number)}"
         if question.batch_invariant and not config.v_in_k:
             shared = tuple(option for option in problem.options if option in OPTIONS)
             forward = AttnProblem.of(question.dtype, *question.head_dims, False, options=shared)

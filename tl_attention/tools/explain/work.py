@@ -110,14 +110,14 @@ def _tensor_bytes(shape: Shape, direction: str, problem: AttnProblem) -> int:
 def _decode(shape: Shape, dtype: str, gpu: Gpu) -> Work:
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
-    config = configs.decode_config(problem, rows, page_rows(shape.options.page) if shape.options.page else 0)
+    line = configs.decode_line(problem, rows, shape.batch * shape.heads_kv / gpu.sms)
+    config = replace(line.config, page_rows=page_rows(shape.options.page) if shape.options.page else 0)
     width = shape.head_dim + shape.head_dim_v
     # Where the values are the first columns of the keys they are read once
     key_width = shape.head_dim if config.v_in_k else width
     seen = counts.bounds(shape)[0] + shape.seqlen_q  # keys that some query of a sequence sees, at most
     keys = sum(int(min(seqlen_k, seen)) for _, seqlen_k in sequences(shape))
     queries = shape.heads_q * shape.batch * shape.seqlen_q
-    few = "at most 64" if rows <= configs.DECODE_ROWS[0] else "more than 64"
     return Work(
         shape,
         DECODE,
@@ -127,7 +127,7 @@ def _decode(shape: Shape, dtype: str, gpu: Gpu) -> Work:
         counts.flops(shape, DECODE),
         HALF_BYTES * (shape.heads_kv * keys * key_width + queries * width),
         config,
-        f"[decode] {problem.width} of {configs.data_dir() / 'grid.toml'}, for {few} rows per key head",
+        f"[decode] {problem.width} of {configs.data_dir() / 'grid.toml'}, for {line.launches(rows)}",
     )
 
 

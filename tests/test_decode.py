@@ -39,6 +39,8 @@ def test_decodes_of_few_items_have_one_cta_per_sm(width):
     few, many, tall = (configs.decode_config(problem, rows, 0, n) for rows, n in ((64, 1), (64, 9), (65, 1)))
     assert (few.ctas_per_sm, few.warpgroups) == (1, 1) and (many.ctas_per_sm, tall.warpgroups) == (2, 2)
     assert configs.decode_config(problem, 64) == many
+    assert configs.decode_config(problem, 64, 64, 1) == replace(few, page_rows=64)
+    assert configs.decode_config(problem, 64, 16, 1) == replace(many, page_rows=16)
 
 
 @pytest.mark.parametrize(("batch", "splits", "ctas_per_sm"), [(16, 0, 1), (17, 0, 2), (17, 3, 2), (1, 3, 1)])

@@ -125,9 +125,10 @@ def _decodes(
     """Decodes with each config of their width that serves launches of so many items per SM."""
     for dtype, width in itertools.product(names, widths):
         problem = decode_problem(dtype, *width, options)
-        for pages, line in itertools.product(PAGE_ROWS, configs.decode_lines(problem.width)):
-            if items_per_sm <= line.items_per_sm:
-                yield CallKind(DECODE, problem, replace(line.config, page_rows=pages))
+        for pages in PAGE_ROWS:
+            for line in configs.decode_lines(problem.width, pages):
+                if items_per_sm <= line.items_per_sm:
+                    yield CallKind(DECODE, problem, line.config)
 
 
 def option_problems(

@@ -365,24 +365,31 @@ def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def decode_lines(width: str) -> tuple[DecodeLine, ...]:
-    """The decode configs of a width, in the order in which they are asked. The last one serves tiles of more than 64 rows."""
+def decode_lines(width: str, page_rows: int = 0) -> tuple[DecodeLine, ...]:
+    """The decode configs of a width, in the order in which they are asked. The last one serves tiles of more than 64 rows.
+
+    One producer warp per SM is too slow for copies of 16 rows, so no line for few items has them (0.75 to 1.09 of the speed, H200).
+    """
     found = []
     for fields in _grid()["decode"][width]:
         most = fields.get("items_per_sm", math.inf)
         config = DecodeConfig(**{name: value for name, value in fields.items() if name != "items_per_sm"})
-        found.append(DecodeLine(config, most))
+        if most == math.inf or page_rows != PAGE_ROWS[1]:
+            found.append(DecodeLine(replace(config, page_rows=page_rows), most))
     return tuple(found)
 
 
-def decode_line(problem: AttnProblem, rows: int, items_per_sm: float = math.inf) -> DecodeLine:
+def decode_line(
+    problem: AttnProblem, rows: int, page_rows: int = 0, items_per_sm: float = math.inf
+) -> DecodeLine:
     """The line of the grid that serves a decode.
 
     Args:
         rows: queries x query heads per key head.
+        page_rows: rows that a copy of keys from a page has; 0 without pages.
         items_per_sm: key heads of all sequences, over the SMs of the GPU.
     """
-    lines = decode_lines(problem.width)
+    lines = decode_lines(problem.width, page_rows)
     if rows > DECODE_ROWS:
         return lines[-1]
     return next(line for line in lines if items_per_sm <= line.items_per_sm)
@@ -392,7 +399,7 @@ def decode_config(
     problem: AttnProblem, rows: int, page_rows: int = 0, items_per_sm: float = math.inf
 ) -> DecodeConfig:
     """The config of a decode, see decode_line()."""
-    return replace(decode_line(problem, rows, items_per_sm).config, page_rows=page_rows)
+    return decode_line(problem, rows, page_rows, items_per_sm).config
 
 
 def invariant_decode_config(problem: AttnProblem, config: DecodeConfig, forward: AttnProblem) -> DecodeConfig:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -457,7 +457,7 @@ def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
     problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes
     pages = page_rows(sizes["page_size"]) if "page_size" in sizes else 0
     few, many = configs.DECODE_ROWS, configs.DECODE_ROWS + 1
-    lines = configs.decode_lines(problem.width)
+    lines = configs.decode_lines(problem.width, pages)
     served = [*((few, line) for line in lines[:-1] or lines), (many, lines[-1])]
     if {"heads", "heads_kv"} <= sizes.keys():
         rows = sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]
@@ -466,12 +466,12 @@ def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
             items_per_sm = (
                 math.inf if question.batch_invariant else sizes["batch"] * sizes["heads_kv"] / gpu.sms
             )
-            served = [(rows, configs.decode_line(problem, rows, items_per_sm))]
+            served = [(rows, configs.decode_line(problem, rows, pages, items_per_sm))]
     elif question.batch_invariant:
         served = [(number, line) for number, line in served if line.items_per_sm == math.inf]
     grid = configs.data_dir() / "grid.toml"
     for number, line in served:
-        config: DecodeConfig = replace(line.config, page_rows=pages)
+        config = line.config
         source = f"[decode] {problem.width} of {grid}, for {line.launches(number)}"
         if question.batch_invariant and not config.v_in_k:
             shared = tuple(option for option in problem.options if option in OPTIONS)

@@ -110,8 +110,9 @@ def _tensor_bytes(shape: Shape, direction: str, problem: AttnProblem) -> int:
 def _decode(shape: Shape, dtype: str, gpu: Gpu) -> Work:
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
-    line = configs.decode_line(problem, rows, shape.batch * shape.heads_kv / gpu.sms)
-    config = replace(line.config, page_rows=page_rows(shape.options.page) if shape.options.page else 0)
+    pages = page_rows(shape.options.page) if shape.options.page else 0
+    line = configs.decode_line(problem, rows, pages, shape.batch * shape.heads_kv / gpu.sms)
+    config = line.config
     width = shape.head_dim + shape.head_dim_v
     # Where the values are the first columns of the keys they are read once
     key_width = shape.head_dim if config.v_in_k else width

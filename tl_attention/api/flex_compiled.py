@@ -17,6 +17,7 @@ from tl_attention.api.flex_lists import block_mask_of
 from tl_attention.checks.common import is_dtensor
 from tl_attention.checks.flex import FLEX_NAMES, LISTS, batched_gradients, no_second_order, transformed
 from tl_attention.problem.request import Functions, Request, new_request
+from tl_attention.torch_ops.flops import backward_flops, forward_flops, register_flops, scores_of
 from tl_attention.torch_ops.ops import scale_of
 from tl_attention.torch_ops.transforms import (
     Outputs,
@@ -28,6 +29,7 @@ from tl_attention.torch_ops.transforms import (
     register_vmap_error,
     with_max_logits,
 )
+from tl_attention.tracing.captures import is_tracing
 from tl_attention.tracing.record import POSITIONS, Recording, rebuilt
 
 
@@ -131,7 +133,7 @@ def _hidden_operation() -> NotImplementedError:
 @define_composite_op("leaf", "(Tensor like, bool is_score) -> Tensor")
 def leaf_op(like: torch.Tensor, is_score: bool) -> torch.Tensor:
     """An argument of a recorded function. AOTAutograd drops it from a graph, with all that is computed from it, if nothing uses that."""
-    if torch._C._len_torch_dispatch_stack():
+    if is_tracing():
         return traced_leaf_op(like, is_score)
     return _zero(like, is_score).as_subclass(_Leaf)
 
@@ -237,6 +239,16 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_
     return *grads[:4], grads[4:], [None] * len(call.lists), *others
 
 
+def _forward_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> int:
+    return forward_flops(scores_of(q, k, _Call(*arguments).heads_first), q, v)
+
+
+def _backward_flops(
+    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, wanted: Any, *arguments: Any
+) -> int:
+    return backward_flops(scores_of(q, k, _Call(*arguments).heads_first), q, v)
+
+
 def _no_double_backward(ctx: Any, *grads: Any) -> NoReturn:
     raise no_second_order(FLEX_NAMES.function)
 
@@ -244,6 +256,8 @@ def _no_double_backward(ctx: Any, *grads: Any) -> NoReturn:
 register_autograd_of_lists(flex_op, _save, _backward)
 register_autograd_of_lists(flex_max_logits_op, _save, _backward)
 register_autograd_of_lists(flex_bwd_op, None, _no_double_backward)
+register_flops(_forward_flops, "flex", "flex_max_logits")
+register_flops(_backward_flops, "flex_bwd")
 for _op in (flex_op, flex_max_logits_op):
     register_vmap_error(_op, transformed(FLEX_NAMES.function))
 register_batched_gradients_error(flex_bwd_op, batched_gradients(FLEX_NAMES.function))

@@ -44,6 +44,7 @@ from tl_attention.problem.request import Request, new_request, or_always
 from tl_attention.problem.target import H200_SMS, sm_count
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.torch_ops.attend import checked_options, options_with_tensors
+from tl_attention.torch_ops.flops import forward_flops, register_flops, values_of
 from tl_attention.torch_ops.ops import check_device_or_warn, is_traced, scale_of
 
 _PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
@@ -506,6 +507,30 @@ def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments:
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads, v_cache.shape[3])
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def decode_flops(q: torch.Tensor, cache: Cache) -> int:
+    """FLOPs of a decode. Where lengths are on a GPU each cache counts in full: the host does not wait for their values."""
+    batch, seqlen_q, heads, _ = q.shape
+    keys, padding = cache.seqlens, None
+    if isinstance(keys, torch.Tensor):
+        lengths = values_of(keys)
+        keys = (
+            batch * cache_capacity(cache.k, cache.block_table)
+            if lengths is None
+            else sum(lengths) + batch * cache.new
+        )
+    else:
+        keys = batch * (keys + cache.new)
+    if cache.leftpad is not None:
+        padding = values_of(cache.leftpad)
+    keys -= sum(padding or ())
+    return forward_flops(heads * seqlen_q * keys, q, cache.v)
+
+
+register_flops(
+    lambda q, k, v, *arguments: decode_flops(q, _from_fields(k, v, *arguments[:CACHE_FIELDS])), "decode"
+)
 
 
 def _refuse_vmap(*_: object) -> None:

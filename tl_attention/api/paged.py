@@ -24,6 +24,7 @@ from tl_attention.problem.options import ARGUMENTS, NUMBERS, Call, Options, pars
 from tl_attention.problem.request import Request
 from tl_attention.reference.kvcache import paged_varlen_reference
 from tl_attention.torch_ops.attend import checked_options
+from tl_attention.torch_ops.flops import call_scores, forward_flops, register_flops
 from tl_attention.torch_ops.ops import (
     are_plain,
     check_device_or_warn,
@@ -206,3 +207,13 @@ fwd_packed_max_logits_op.register_fake(with_max_logits(_fake))
 
 for _op in (fwd_packed_op, fwd_packed_max_logits_op):
     _op.register_vmap(lambda *_: refuse_vmap("flash_attn_varlen_func with block_table or out"))
+
+
+def _flops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: Any, out: Any, *arguments: Any
+) -> int:
+    pages = None if block_table is None else cache_capacity(k, block_table)
+    return forward_flops(call_scores(q, k, arguments, pages), q, v)
+
+
+register_flops(_flops, "fwd_packed", "fwd_packed_max_logits")

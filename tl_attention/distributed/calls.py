@@ -14,6 +14,7 @@ from tl_attention.distributed.group import Ranks
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import ALL, NOTHING, Call, Mask, Needs
 from tl_attention.problem.options import MAX_WINDOW, Options, canonical_window
+from tl_attention.torch_ops.flops import call_scores, is_seen, show_backward, show_forward
 from tl_attention.torch_ops.ops import fwd_max_logits_op, fwd_op, run_backward_op
 
 State = tuple[torch.Tensor, ...]  # out, lse, and max_logits of a call that asks for these
@@ -163,6 +164,8 @@ class Attend:
             named = options if options.names else None
             scale = self._scores.softmax_scale
             asked = scale, self._causal, False
+            if is_seen():
+                show_forward(self._number_of_scores(q, k, options), q, v)
             out, *numbers = launch.forward(q, k, v, *asked, options=named, out=out, max_logits=max_logits)
         else:
             plain = self._scores.softmax_scale, self._causal, False, False, False
@@ -172,6 +175,9 @@ class Attend:
         if self._packed:
             numbers = [x[None] for x in numbers]
         return (result if result is not None else out[None] if self._packed else out), *numbers
+
+    def _number_of_scores(self, q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
+        return call_scores(q, k, (0.0, self._causal, False, False, False, *options.arguments()))
 
     def add(
         self,
@@ -203,6 +209,8 @@ class Attend:
         if self._packed:
             tensors = tuple(x[0] for x in tensors)
         *qkv, out, lse = tensors
+        if is_seen():
+            show_forward(self._number_of_scores(*qkv[:2], options), qkv[0], qkv[2])
         asked = self._scores.softmax_scale, self._causal, True
         launch.forward(*qkv, *asked, options=options if options.names else None, out=out, lse=lse)
 
@@ -263,6 +271,8 @@ class Attend:
             deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
             asked = scale, self._causal, False, False, deterministic, dlse
             named = options if options.names else None
+            if is_seen():
+                show_backward(self._number_of_scores(*tensors[1:3], options), tensors[1], tensors[3])
             grads = launch.backward(*tensors, *asked, options=named, dq=dq, partial=partial)
         else:
             asked = scale, self._causal, False, False, deterministic

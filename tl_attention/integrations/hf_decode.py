@@ -11,6 +11,8 @@ import torch
 
 from tl_attention.api import kvcache
 from tl_attention.checks.kvcache import LATENT, is_cache, is_part
+from tl_attention.problem.options import Cache
+from tl_attention.torch_ops.flops import register_flops
 
 
 def decode(
@@ -57,3 +59,13 @@ decode_op = torch.library.custom_op("tl_attention::hf_decode", decode, mutates_a
 @decode_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _flops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqlens: torch.Tensor | None, leftpad: Any, *_: Any
+) -> int:
+    rows = k.shape[1] if seqlens is None else seqlens
+    return kvcache.decode_flops(q, Cache(k, v, rows, leftpad=leftpad))
+
+
+register_flops(_flops, "hf_decode")

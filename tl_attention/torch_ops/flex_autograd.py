@@ -18,6 +18,7 @@ from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.problem.options import Options
 from tl_attention.problem.program import Call
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
+from tl_attention.torch_ops.flops import is_seen, scores_of, show_backward, show_forward, unseen
 from tl_attention.torch_ops.ops import is_batched
 from tl_attention.torch_ops.transforms import empty_results
 
@@ -38,13 +39,16 @@ def run_forward(
         options: terms and splits alone; None: default splits of tensors that are not fp32.
     """
     scale, heads_first, deterministic = layout
+    if is_seen():
+        show_forward(scores_of(q, k, heads_first), q, v)
     if q.is_cuda:
         others = {"deterministic": deterministic, "max_logits": max_logits}
         return launch.forward(
             q, k, v, scale, False, False, heads_first, options=options, traced=call, **others
         )
     inputs = (q, k, v) if heads_first else transposed(q, k, v)
-    out, *numbers = flex_reference(*inputs, scale, call, max_logits=max_logits)
+    with unseen():
+        out, *numbers = flex_reference(*inputs, scale, call, max_logits=max_logits)
     out = out.to(q.dtype)
     return (out if heads_first else out.transpose(1, 2).contiguous()), *numbers
 
@@ -86,13 +90,16 @@ class _Flex(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
+        if is_seen():
+            show_backward(scores_of(q, k, heads_first), q, v)
         if q.is_cuda and has_gradient_kernels(q, v, 0 if options is None else options.parts):
             others = {"options": options, "traced": call}
             modes = False, False, heads_first, deterministic, dlse
             found = launch.backward(dout, q, k, v, out, lse, scale, *modes, **others)
         else:
             inputs = (dout, q, k, v) if heads_first else transposed(dout, q, k, v)
-            dq, dk, dv, *sums = flex_backward_reference(inputs[0], dlse, *inputs[1:], scale, call)
+            with unseen():
+                dq, dk, dv, *sums = flex_backward_reference(inputs[0], dlse, *inputs[1:], scale, call)
             rows = (dq, dk, dv) if heads_first else transposed(dq, dk, dv)
             found = dict(zip(("q", "k", "v", *program.learned), (*rows, *sums), strict=True))
         for i in program.learned:
@@ -129,15 +136,18 @@ class Shapes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads_first: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """inputs: q, k, v, captured tensors."""
-        q, _, v, *_ = inputs
+        q, k, v, *_ = inputs
+        ctx.scores = scores_of(q, k, heads_first)
+        show_forward(ctx.scores, q, v)
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
-        ctx.save_for_backward(q)
+        ctx.save_for_backward(q, v)
         ctx.names = FLEX_NAMES if heads_first else FLASH_NAMES
         return empty_results(q, v, heads_first)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
-        (q,) = ctx.saved_tensors
+        q, v = ctx.saved_tensors
+        show_backward(ctx.scores, q, v)
         asked = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
         grads = [q.new_empty(shape, dtype=dtype) if needs else None for (shape, dtype), needs in asked]
         if torch.is_grad_enabled():

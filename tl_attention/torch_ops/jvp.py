@@ -12,6 +12,7 @@ from tl_attention.checks.common import check_device
 from tl_attention.checks.transforms import check_jvp, refuse_tangents
 from tl_attention.problem.options import PLAIN_ARGUMENTS, PUBLIC_NAMES, Call, parse_arguments
 from tl_attention.reference.jvp import attention_jvp_reference
+from tl_attention.torch_ops.flops import call_scores, register_flops
 from tl_attention.torch_ops.transforms import define_op, empty_results, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, their tangents
@@ -53,6 +54,18 @@ def fwd_jvp_op(
     if call.heads_first:
         out, tout = out.transpose(1, 2), tout.transpose(1, 2)
     return out.to(q.dtype).contiguous(), lse, tout.to(q.dtype).contiguous(), tlse
+
+
+def _flops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tq: Any, tk: Any, tv: Any, *arguments: Any
+) -> int:
+    """FLOPs of S = QKᵀ and O = PV, and of their derivatives along the tangents that are there."""
+    given_q, given_k, given_v = (x is not None for x in (tq, tk, tv))
+    columns = (1 + given_q + given_k) * q.shape[-1] + (1 + (given_q or given_k) + given_v) * v.shape[-1]
+    return 2 * call_scores(q, k, arguments) * columns
+
+
+register_flops(_flops, "fwd_jvp")
 
 
 def push_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -45,6 +45,7 @@ from tl_attention.reference import (
     varlen_backward_reference,
     varlen_reference,
 )
+from tl_attention.torch_ops.flops import backward_flops, call_scores, forward_flops, register_flops
 from tl_attention.torch_ops.jvp import (
     push_forward,
     refuse_max_logits,
@@ -304,6 +305,15 @@ register_autograd(fwd_op, _save, _backward, push_forward)
 register_autograd(fwd_max_logits_op, _save, _backward, refuse_max_logits)
 register_autograd(bwd_op, None, _no_double_backward, refuse_to_push_gradients)
 register_jvp(_save, _backward)
+register_flops(
+    lambda q, k, v, *arguments: forward_flops(call_scores(q, k, arguments), q, v),
+    "fwd",
+    "fwd_max_logits",
+)
+register_flops(
+    lambda dout, q, k, v, out, lse, dlse, *arguments: backward_flops(call_scores(q, k, arguments), q, v),
+    "bwd",
+)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
 register_vmap(fwd_max_logits_op, "rrr", (("r", 0), ("l", 0), ("l", 0)))
 register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), *((name, 1) for name in GRADIENTS)))

@@ -144,6 +144,12 @@ def is_recording() -> bool:
     return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
 
 
+def is_tracing() -> bool:
+    """True inside a mode of torch that traces: FakeTensorMode, that of make_fx, or that of functionalization."""
+    modes = _MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+
+
 def has_values(x: torch.Tensor) -> bool:
     """True for a tensor that can be read: one that holds values, but not where all tensors are to be fake."""
     return torch._C._get_dispatch_mode(_MODES.FAKE) is None and holds_values(x)
@@ -167,10 +173,8 @@ def outside_modes() -> Iterator[None]:
 
     Such a mode expects the same operations at the next call, which finds what this one made. FakeTensorMode and make_fx stay.
     """
-    kept = _MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL
-    stay = any(torch._C._get_dispatch_mode(mode) is not None for mode in kept)
     none_active = not torch._C._len_torch_dispatch_stack()
-    with contextlib.nullcontext() if stay or none_active else _disable_current_modes():
+    with contextlib.nullcontext() if none_active or is_tracing() else _disable_current_modes():
         yield
 
 

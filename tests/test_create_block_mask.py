@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks, or_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from tl_attention import create_block_mask, draft_tree_mask, flex_attention
 from tl_attention.api import block_masks, mask_picture
 from tl_attention.tracing import intervals
+from tl_attention.tracing.captures import Captures
 from tl_attention.tracing.trace import trace
 
 LISTS = (
@@ -206,6 +210,74 @@ def test_block_mask_constructors_are_those_of_torch(device):
         theirs = torch_create_block_mask(ours.mask_mod, batch, 1, *ours.seq_lengths, device, ours.BLOCK_SIZE)
         assert_same(ours, theirs, name)
         assert block_masks.origin_of_lists(ours).mask_mod is ours.mask_mod
+
+
+def saved(mask: BlockMask) -> BlockMask:
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "deepcopy": copy.deepcopy,
+    "save": saved,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_block_mask_of_constructors_can_be_copied(copied):
+    for name, mask in constructed(*lengths_on("cpu")).items():
+        again = copied(mask)
+        assert_same(again, mask, name)
+        seqlen_q, seqlen_k = mask.seq_lengths
+        q, k = torch.randn(mask.kv_num_blocks.shape[0], 1, seqlen_q, 8), torch.randn(1, 1, seqlen_k, 8)
+        out = flex_attention(q, k, k, block_mask=mask)
+        assert torch.equal(flex_attention(q, k, k, block_mask=again), out), name
+
+
+class MasksOfDocuments(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> BlockMask:
+        return block_masks.documents(torch.arange(40) // (7 + i))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_workers_of_a_loader_make_masks():
+    loader = torch.utils.data.DataLoader(MasksOfDocuments(), batch_size=None, num_workers=1)
+    for mask, i in zip(loader, range(2), strict=True):
+        assert_same(mask, MasksOfDocuments()[i])
+
+
+def test_block_masks_of_equal_arguments_share_what_follows_from_them():
+    cu_seqlens, prefixes = lengths_on("cpu")
+    both = zip(*(constructed(cu_seqlens, prefixes).items() for _ in range(2)), strict=True)
+    for (name, one), (_, other) in both:
+        captures = [Captures.of(mask.mask_mod) for mask in (one, other)]
+        assert captures[0].key == captures[1].key, name
+        if not captures[0].tensors:
+            assert one.kv_indices is other.kv_indices, name
+
+
+def test_block_masks_of_each_step_compile_nothing_again():
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    function = torch.compile(
+        lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend=backend, fullgraph=True
+    )
+    for step in range(3):
+        q = torch.randn(1, 1, 40, 8)
+        mask = block_masks.documents(torch.arange(40) // (7 + step))
+        torch.testing.assert_close(function(q, mask), flex_attention(q, q, q, block_mask=mask))
+    assert len(compiled) == 1
 
 
 def test_block_mask_of_constructors_combines():

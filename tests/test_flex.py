@@ -407,7 +407,7 @@ def test_flex_keeps_lists_when_a_captured_number_changes():
     assert run(again) and not run(other), "one function, lists of two widths"
     constructed = block_masks.sliding_window(512, 512, (20, 0), device="cpu")
     assert run(constructed)
-    constructed.mask_mod.__closure__[0].cell_contents = 400
+    constructed.mask_mod.__setstate__((constructed.mask_mod.func, (400, 0), {}, {}))
     assert not run(constructed)
 
 

@@ -320,7 +320,7 @@ def causal(
     """BlockMask of `q_idx >= kv_idx`: the diagonal is top-left if lengths differ.
 
     This constructor and the following ones evaluate no mask_mod and never wait for the GPU. Each result has its function as `.mask_mod`,
-    for and_masks and or_masks.
+    for and_masks and or_masks. It can be pickled and copied.
 
     Args:
         seqlen_q, seqlen_k: number of queries and keys.
@@ -328,10 +328,11 @@ def causal(
         block_size: queries and keys per block: an int or a pair.
     """
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx >= kv_idx
+    return _bounded(_causal, None, seqlen_q, seqlen_k, device, block_size)
 
-    return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
 
 
 def sliding_window(
@@ -349,16 +350,18 @@ def sliding_window(
     """
     left, right = check_window_pair(window_size)
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        if left < 0 and right < 0:
-            return q_idx >= 0
-        if left < 0:
-            return kv_idx - q_idx <= right
-        if right < 0:
-            return q_idx - kv_idx <= left
-        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
-
+    mask_mod = functools.partial(_window, left, right)
     return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+def _window(left: int, right: int, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    if left < 0 and right < 0:
+        return q_idx >= 0
+    if left < 0:
+        return kv_idx - q_idx <= right
+    if right < 0:
+        return q_idx - kv_idx <= left
+    return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
 def prefix_lm(
@@ -378,11 +381,19 @@ def prefix_lm(
     if lengths is None:
         check_count("prefix", prefix, 0)
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (kv_idx < (prefix if lengths is None else lengths[b])) | (q_idx >= kv_idx)
-
+    mask_mod = (
+        functools.partial(_prefix, prefix) if lengths is None else functools.partial(_prefixes, lengths)
+    )
     batch = None if lengths is None else len(lengths)
     return _bounded(mask_mod, batch, seqlen_q, seqlen_k, _device_of(lengths, device), block_size)
+
+
+def _prefix(prefix: int, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx < prefix) | (q_idx >= kv_idx)
+
+
+def _prefixes(lengths: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx < lengths[b]) | (q_idx >= kv_idx)
 
 
 def document_ids(cu_seqlens: torch.Tensor, seqlen: int) -> torch.Tensor:
@@ -412,14 +423,20 @@ def documents(
     """
     check_lengths_tensor("ids", ids, 1, 2)
     expect_bool("causal", causal)
-    rows = ids if ids.ndim == 2 else None
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        same = ids[q_idx] == ids[kv_idx] if rows is None else rows[b, q_idx] == rows[b, kv_idx]
-        return same & (q_idx >= kv_idx) if causal else same
-
+    batch = len(ids) if ids.ndim == 2 else None
+    mask_mod = functools.partial(_documents if batch is None else _batched_documents, ids, causal)
     seqlen = ids.shape[-1]
-    return _bounded(mask_mod, None if rows is None else len(rows), seqlen, seqlen, ids.device, block_size)
+    return _bounded(mask_mod, batch, seqlen, seqlen, ids.device, block_size)
+
+
+def _documents(ids: torch.Tensor, causal: bool, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    same = ids[q_idx] == ids[kv_idx]
+    return same & (q_idx >= kv_idx) if causal else same
+
+
+def _batched_documents(ids: torch.Tensor, causal: bool, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    same = ids[b, q_idx] == ids[b, kv_idx]
+    return same & (q_idx >= kv_idx) if causal else same
 
 
 @torch._disable_dynamo
@@ -451,13 +468,18 @@ def prefix_tree(
     The values of GPU tensors are checked only with TL_ATTENTION_CHECK_LENGTHS=1, for which the host waits.
     """
     ends = _subtree_ends(parents, lengths, seqlen, device)
-    rows = ends if ends.ndim == 2 else None
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) & (q_idx < (ends[kv_idx] if rows is None else rows[b, kv_idx]))
-
+    batch = len(ends) if ends.ndim == 2 else None
+    mask_mod = functools.partial(_tree if batch is None else _trees, ends)
     seqlen = ends.shape[-1]
-    return _bounded(mask_mod, None if rows is None else len(rows), seqlen, seqlen, ends.device, block_size)
+    return _bounded(mask_mod, batch, seqlen, seqlen, ends.device, block_size)
+
+
+def _tree(ends: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx < ends[kv_idx])
+
+
+def _trees(ends: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx < ends[b, kv_idx])
 
 
 @torch._disable_dynamo
@@ -526,11 +548,13 @@ def dilated(
     check_count("dilation", dilation, 1)
     expect_bool("causal", causal)
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        every = (q_idx - kv_idx) % dilation == 0
-        return every & (q_idx >= kv_idx) if causal else every
-
+    mask_mod = functools.partial(_dilated, dilation, causal)
     return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+def _dilated(dilation: int, causal: bool, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    every = (q_idx - kv_idx) % dilation == 0
+    return every & (q_idx >= kv_idx) if causal else every
 
 
 def block_diagonal(
@@ -544,10 +568,12 @@ def block_diagonal(
     """BlockMask of chunks of `size` positions that see themselves: `q_idx // size == kv_idx // size`."""
     check_count("size", size, 1)
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx // size == kv_idx // size
-
+    mask_mod = functools.partial(_chunks, size)
     return _bounded(mask_mod, None, seqlen_q, seqlen_k, device, block_size)
+
+
+def _chunks(size: int, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx // size == kv_idx // size
 
 
 @torch._disable_dynamo

@@ -72,15 +72,15 @@ class Captures:
             self.parts.append((kind, x))
         elif kind is types.FunctionType:
             self._add_function(x)
+        elif isinstance(x, functools.partial):
+            self.parts.append((functools.partial, len(x.args), tuple(x.keywords)))
+            for part in (x.func, *x.args, *x.keywords.values()):
+                self.add(part)
         elif isinstance(x, torch.Tensor):
             self._add_tensor(x)
         elif isinstance(x, CONSTANTS):
             # 0.0 equals -0.0, and a NaN nothing
             self.parts.append((kind, repr(x) if isinstance(x, float) else x))
-        elif isinstance(x, functools.partial):
-            self.parts.append((functools.partial, len(x.args), tuple(x.keywords)))
-            for part in (x.func, *x.args, *x.keywords.values()):
-                self.add(part)
         elif isinstance(x, tuple | list):
             self.parts.append((kind, len(x)))
             for part in x:

@@ -186,6 +186,7 @@ OPTION_ERRORS = {
     "window-negative-list": ({"window_size": [-3, 5]}, ValueError, r"window_size: .*got \[-3, 5\]; .*does not shift a window"),
     "sink-fp64": ({"learnable_sink": torch.ones(4).double()}, TypeError, r"learnable_sink: expected torch\.float32 or .*float64"),
     "splits-bool": ({"num_splits": True}, TypeError, r"num_splits: expected an int, with 0 for an automatic choice, got True"),
+    "splits-wide": ({"num_splits": 10**30}, ValueError, r"num_splits: expected 0 to 2 \*\* 31 - 1, got 10{30}; leave it out"),
     "splits-negative": ({"num_splits": -1}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic.*got -1"),
 }  # fmt: skip
 
@@ -281,6 +282,8 @@ LENGTH_ERRORS = {
     "max-0-d-complex": ({"max_seqlen_k": torch.tensor(1j)}, TypeError, r"max_seqlen_k: .*0-d integer.*got \(\) torch\.comp"),
     "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the length of the longest sequence.*got -1"),
     "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
+    "max-wide": ({"max_seqlen_k": 10**30}, ValueError, r"max_seqlen_k: expected .*at most 2 \*\* 31 - 1, got 10{30}"),
+    "splits-wide": ({"num_splits": 2**31}, ValueError, r"num_splits: expected 0 to 2 \*\* 31 - 1, got 2147483648; leave it out"),
     "splits": ({"num_splits": -2}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic choice, got -2"),
 }  # fmt: skip
 

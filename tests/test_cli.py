@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -307,6 +308,7 @@ def test_seconds(text, expected):
         (["pack", "--jobs", "0"], "argument --jobs: expected a whole number, at least 1, got '0'"),
         (["manifest", "--check", "--every", "0"], "argument --every: expected .*, got '0'"),
         (["manifest", "--jobs", "many", "--check"], "argument --jobs: expected .*, got 'many'"),
+        (["pack", "--out", ""], "argument --out: expected a folder, '.' for the current one, got ''"),
         (["tune", "--shapes", "articel"], "--shapes: shape 'articel': not in configs/shapes.toml"),
         (["config", "d128", "sideways"], "tl-attention config: WORD: expected a dtype .*; got 'sideways'"),
         (["explain", "articel"], "tl-attention explain: shape 'articel': not in configs/shapes.toml"),
@@ -317,6 +319,27 @@ def test_bad_input_ends_with_status_2_and_one_line(words, text, capsys):
         cli.main(words)
     assert ended.value.code == 2
     assert re.search(text, capsys.readouterr().err.splitlines()[-1])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full of Linux, which is always full")
+@pytest.mark.parametrize("words", [["config", "d128"], ["support"], ["doctor", "--json"]])
+def test_a_full_disk_under_the_output_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "tl_attention.tools.cli", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    line = f"tl-attention {words[0]}: cannot write the output: No space left on device"
+    assert found.returncode == 2 and found.stderr.splitlines()[-1] == line, found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_errors_of_other_files_than_the_output_are_raised(monkeypatch):
+    monkeypatch.setattr(doctor, "report", lambda *_: Path("/nowhere/at/all").read_text())
+    with pytest.raises(FileNotFoundError):
+        cli.main(["doctor"])
 
 
 def test_shapes_to_tune_have_no_options():
@@ -529,6 +552,13 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
             ["d576-512", "decode", "sink", "batch_invariant"],
             "sink: expected none with batch_invariant and d576-512, got sink",
         ),
+        (["d128", "window=-3"], "window: expected bounds of at least 0, with -1 for no limit, got window=-3"),
+        (
+            ["d128", "window=7,-2"],
+            "window: expected bounds of at least 0, with -1 for no limit, got window=7,-2",
+        ),
+        (["d128", "softcap=-1"], r"softcap: expected 0 for no cap, or a number from 2 \*\* -60.*got -1.0"),
+        (["d128", "dropout=7"], "dropout: expected a number from 0 to 255/256 .*got 7.0"),
         (["d128", "page_size=16"], "page_size: expected none for fwd, .*got page_size=16"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),

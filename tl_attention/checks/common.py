@@ -31,6 +31,7 @@ DTYPES = tuple(DTYPE_NAMES)
 FWD_DTYPES = (*DTYPES, torch.float32)  # dtypes of q, k and v without a cache, pages or out
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of the reference
 INT_TYPES = (int, torch.SymInt)
+MAX_INT = 2**31 - 1  # kernels have 32 bits for it
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
 BY_KEYWORD = (
     "; the parameters after v are in FlashAttention-2's order, dropout_p first: pass the others by keyword"
@@ -437,6 +438,10 @@ def check_lengths(
             raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}{hint}")
         if not in_tensor and surely(length < 0):
             raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
+        if not in_tensor and surely(length > MAX_INT):
+            raise ValueError(
+                f"{name}: expected the length of the longest sequence, at most 2 ** 31 - 1, got {describe(length)}"
+            )
 
 
 def expect_softcap(softcap: float) -> None:
@@ -516,6 +521,8 @@ def check_num_splits(num_splits: int) -> None:
         )
     if num_splits < 0:
         raise ValueError(f"num_splits: expected at least 0, with 0 for an automatic choice, got {num_splits}")
+    if num_splits > MAX_INT:
+        raise ValueError(f"num_splits: expected 0 to 2 ** 31 - 1, got {describe(num_splits)}; leave it out")
 
 
 def check_splits(

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
-from tl_attention.problem.arguments import at_least, has_words
+from tl_attention.problem.arguments import at_least, folder, has_words
 from tl_attention.version import __version__
 
 MAX_BYTES = 95_000_000  # of compressed kernels per wheel: PyPI takes files of 100 MB
@@ -461,7 +461,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--out",
-        type=Path,
+        type=folder,
         default=Path("dist"),
         metavar="FOLDER",
         help="folder of the wheel; default: %(default)s",

@@ -6,6 +6,7 @@ import itertools
 import math
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tl_attention.problem.attn_problem import DTYPES
 
@@ -29,6 +30,13 @@ def at_least(least: int) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def folder(text: str) -> Path:
+    """The path of a folder."""
+    if not text:
+        raise ArgumentTypeError("expected a folder, '.' for the current one, got ''")
+    return Path(text)
 
 
 def dtype_name(text: str) -> str:

@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        print(f"tl-attention {argv[0]}: cannot write the output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except SystemExit as fault:
         if isinstance(fault.code, str):
             named = (
@@ -70,6 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text.filled(named, rest="    "), file=sys.stderr)
             fault.code = 2
         raise
+
+
+def _is_of_output(error: OSError) -> bool:
+    """True for an error of writing to stdout, as on a full disk, where it cannot write now either."""
+    try:
+        if sys.stdout is not None:
+            print(flush=True)
+    except OSError as again:
+        return again.errno == error.errno
+    return False
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

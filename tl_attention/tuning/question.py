@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from tl_attention.checks.common import expect_dropout, expect_softcap
 from tl_attention.config import configs, gpus, legality
 from tl_attention.config.buckets import (
     Facts,
@@ -47,7 +48,7 @@ from tl_attention.problem.attn_problem import (
     length_bucket,
     tile_widths,
 )
-from tl_attention.problem.options import ALWAYS_INVARIANT
+from tl_attention.problem.options import ALWAYS_INVARIANT, UNLIMITED
 from tl_attention.problem.target import DEFAULT_GPU, gpu_name, is_hopper
 from tl_attention.testing.shapes import Shape, sequences
 
@@ -137,8 +138,8 @@ def parse(words: Sequence[str]) -> Question:
             question.options.append(name)
             if name == "window" and word != name:
                 question.window = _window(word)
-            elif word != name and not _is_number(value):
-                raise ValueError(f"{name}: expected {name} or {name}=NUMBER, got {word}")
+            elif word != name:
+                _check_value(name, value)
         elif name in SIZES:
             once(name, word)
             if not value.isdecimal() or int(value) == 0:
@@ -169,11 +170,18 @@ def parse(words: Sequence[str]) -> Question:
     return question
 
 
-def _is_number(text: str) -> bool:
+def _check_value(name: str, value: str) -> None:
+    """Check the value of an option as calls do."""
     try:
-        return math.isfinite(float(text))
+        number = float(value)
     except ValueError:
-        return False
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected {name} or {name}=NUMBER, got {name}={value}")
+    if name == "softcap":
+        expect_softcap(number)
+    elif name == "dropout":
+        expect_dropout(name, number, "")
 
 
 def _window(word: str) -> tuple[int, ...]:
@@ -183,6 +191,8 @@ def _window(word: str) -> tuple[int, ...]:
         bounds = ()
     if len(bounds) not in (1, 2):
         raise ValueError(f"window: expected whole numbers, window=LEFT or window=LEFT,RIGHT, got {word}")
+    if min(bounds) < UNLIMITED:
+        raise ValueError(f"window: expected bounds of at least 0, with -1 for no limit, got {word}")
     return bounds
 
 

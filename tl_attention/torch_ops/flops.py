@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,25 +30,22 @@ is_seen = torch._C._len_torch_dispatch_stack  # above 0 inside dispatch modes, s
 
 
 class _Finder:
-    """Finder of no module of its own: it has the formulas registered when the module of torch's counter is imported."""
+    """Finder that has the formulas registered when the module of torch's counter is imported, and finds nothing else."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _COUNTER:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._registering(spec.loader.exec_module)  # type: ignore[method-assign]
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                _register(module, _formulas)
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
-
-    def _registering(self, run: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        def run_and_register(module: ModuleType) -> None:
-            run(module)
-            _register(module, _formulas)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-
-        return run_and_register
 
 
 if _COUNTER not in sys.modules:
@@ -98,12 +96,10 @@ def call_scores(q: torch.Tensor, k: torch.Tensor, arguments: Sequence[Any], page
     """Scores of a call.
 
     Args:
-        arguments: fields of Call and of Options, without trailing defaults.
+        arguments: fields of Call and of Options, without trailing defaults, which the dispatcher leaves out.
         pages: rows of a sequence in the pages of a block_table, which k has then.
     """
-    options = dict(
-        zip(FIELDS, arguments[PLAIN:], strict=False)
-    )  # the dispatcher leaves out trailing defaults
+    options = dict(zip(FIELDS, arguments[PLAIN:], strict=False))
     if options.get("cu_seqlens_q") is None:
         return scores_of(q, k, Call(*arguments[:PLAIN]).heads_first)
     return q.shape[1] * _packed_pairs(q.shape[0], k.shape[0] if pages is None else None, options)

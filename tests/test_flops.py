@@ -44,8 +44,8 @@ def inputs(device="cpu", lengths=LENGTHS):
 
 
 def shapes(seqlen_q, seqlen_k, batch=1):
-    """Shapes of dout, q, k and v as the formulas of torch take them."""
-    of_q, of_k = (batch, HEADS, seqlen_q), (batch, HEADS_KV, seqlen_k)
+    """Shapes of dout, q, k and v as the formulas of torch take them, with a key head per query head: those of torch 2.11 know no others."""
+    of_q, of_k = (batch, HEADS, seqlen_q), (batch, HEADS, seqlen_k)
     return (*of_q, HEAD_DIM_V), (*of_q, HEAD_DIM), (*of_k, HEAD_DIM), (*of_k, HEAD_DIM_V)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tl_attention.config import catalog, configs
+from tl_attention.config import catalog, configs, gpus
 from tl_attention.config.buckets import bwd_bucket, option_buckets
 from tl_attention.config.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
 from tl_attention.problem.attn_problem import (
@@ -82,6 +82,6 @@ def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool, gpu: str | None
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
     pages = page_rows(shape.options.page) if shape.options.page else 0
-    items_per_sm = shape.batch * shape.heads_kv / gpu_of(gpu).sms
+    items_per_sm = shape.batch * shape.heads_kv / gpus.resolve(gpu or gpu_name()).sms
     config = configs.decode_config(problem, rows, pages, items_per_sm)
     return [*config.kernels(problem), append_kernel(dtype)]

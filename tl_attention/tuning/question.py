@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from tl_attention.checks.common import expect_dropout, expect_softcap
 from tl_attention.config import configs, gpus, legality
 from tl_attention.config.buckets import (
     Facts,
@@ -172,6 +171,11 @@ def parse(words: Sequence[str]) -> Question:
 
 def _check_value(name: str, value: str) -> None:
     """Check the value of an option as calls do."""
+    from tl_attention.checks.common import (
+        expect_dropout,
+        expect_softcap,
+    )  # here, as help of the command has no torch
+
     try:
         number = float(value)
     except ValueError:

@@ -470,19 +470,16 @@ def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
         raise ValueError(f"bucket: expected none for decode, which is not tuned, got {question.bucket}")
     problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes
     pages = page_rows(sizes["page_size"]) if "page_size" in sizes else 0
-    few, many = configs.DECODE_ROWS, configs.DECODE_ROWS + 1
-    lines = configs.decode_lines(problem.width, pages)
-    served = [*((few, line) for line in lines[:-1] or lines), (many, lines[-1])]
+    rows: Sequence[int] = (configs.DECODE_ROWS, configs.DECODE_ROWS + 1)
+    items_per_sm = [line.items_per_sm for line in configs.decode_lines(problem.width, pages)]
+    if question.batch_invariant:
+        items_per_sm = [math.inf]
     if {"heads", "heads_kv"} <= sizes.keys():
-        rows = sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]
-        served = [(number, line) for number, line in served if (number == many) == (rows > few)]
-        if question.batch_invariant or "batch" in sizes:
-            items_per_sm = (
-                math.inf if question.batch_invariant else sizes["batch"] * sizes["heads_kv"] / gpu.sms
-            )
-            served = [(rows, configs.decode_line(problem, rows, pages, items_per_sm))]
-    elif question.batch_invariant:
-        served = [(number, line) for number, line in served if line.items_per_sm == math.inf]
+        rows = [sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]]
+        if "batch" in sizes and not question.batch_invariant:
+            items_per_sm = [sizes["batch"] * sizes["heads_kv"] / gpu.sms]
+    asked = itertools.product(rows, items_per_sm)
+    served = dict.fromkeys((number, configs.decode_line(problem, number, pages, n)) for number, n in asked)
     grid = configs.data_dir() / "grid.toml"
     for number, line in served:
         config = line.config

@@ -54,6 +54,23 @@ def test_launches_choose_their_config_by_items(batch, splits, ctas_per_sm):
     assert launch.decode_workspace_bytes(batch, 1, 8, 8, 128, splits, 1000, SMS) >= needed
 
 
+@pytest.mark.parametrize("page", [None, 16, 64])
+@pytest.mark.parametrize(("batch", "heads_kv"), [(1, 1), (1, 3), (16, 8), (17, 8)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_a_workspace_holds_the_partials_of_each_config(head_dim, batch, heads_kv, page):
+    """It is computed without knowing head_dim and pages, which choose the config; a call refuses one that is too small."""
+    head_dim_v = min(head_dim, 128) if head_dim == 192 else head_dim
+    rows = 640 if page is None else page
+    q = torch.zeros(batch, 1, 2 * heads_kv, head_dim, dtype=torch.bfloat16)
+    caches = batch if page is None else batch * (640 // page)
+    k, v = (torch.zeros(caches, rows, heads_kv, n, dtype=torch.bfloat16) for n in (head_dim, head_dim_v))
+    table = None if page is None else torch.arange(caches, dtype=torch.int32).view(batch, -1)
+    size = launch.decode_workspace_bytes(batch, 1, 2 * heads_kv, heads_kv, head_dim_v, 0, 640, SMS)
+    workspace = torch.zeros(size, dtype=torch.uint8)
+    cache = Cache(k, v, 640, block_table=table)
+    assert recorded(lambda: launch.attend_cache(q, cache, 0.1, Options(), workspace))
+
+
 def test_batch_invariant_decodes_have_one_config_for_any_number_of_items():
     found = set()
     for batch in (1, 16, 17):

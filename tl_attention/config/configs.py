@@ -379,6 +379,12 @@ def decode_lines(width: str, page_rows: int = 0) -> tuple[DecodeLine, ...]:
     return tuple(found)
 
 
+def lines_of_rows(width: str, rows: int, page_rows: int = 0) -> tuple[DecodeLine, ...]:
+    """Those of decode_lines() that serve so many rows, for some number of items."""
+    lines = decode_lines(width, page_rows)
+    return lines[-1:] if rows > DECODE_ROWS else lines[:-1] or lines
+
+
 def decode_line(
     problem: AttnProblem, rows: int, page_rows: int = 0, items_per_sm: float = math.inf
 ) -> DecodeLine:
@@ -389,9 +395,7 @@ def decode_line(
         page_rows: rows that a copy of keys from a page has; 0 without pages.
         items_per_sm: key heads of all sequences, over the SMs of the GPU.
     """
-    lines = decode_lines(problem.width, page_rows)
-    if rows > DECODE_ROWS:
-        return lines[-1]
+    lines = lines_of_rows(problem.width, rows, page_rows)
     return next(line for line in lines if items_per_sm <= line.items_per_sm)
 
 

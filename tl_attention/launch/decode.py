@@ -92,7 +92,7 @@ def decode_workspace_bytes(
     seqlen_cache: int,
     sms: int,
 ) -> int:
-    """Bytes that a decode allocates beside its outputs, on a GPU with `sms` SMs.
+    """Bytes that a decode allocates at most beside its outputs, on a GPU with `sms` SMs, with pages of any size or without.
 
     It holds the partial outputs of splits and their log-sum-exps, fp32, and the list of those to merge.
 
@@ -101,20 +101,21 @@ def decode_workspace_bytes(
         seqlen_cache: maximum number of keys per sequence.
     """
     rows = _query_rows(seqlen_q, heads, heads_kv)
-    items_per_sm = math.inf if num_splits == BATCH_INVARIANT else batch * heads_kv / sms
     most = 0
-    for width in DECODE_TILE_WIDTHS:  # any that holds head_dim_v: head_dim is unknown here
+    # Each config of a width that holds head_dim_v: head_dim and the pages are unknown here
+    for width in DECODE_TILE_WIDTHS:
         problem = AttnProblem(DEFAULT_DTYPE, *width, False)
-        config = configs.decode_config(problem, rows, items_per_sm=items_per_sm)
-        if width[1] < head_dim_v or (config.v_in_k and width[1] != head_dim_v):
-            continue
-        if num_splits == BATCH_INVARIANT and not config.v_in_k:
-            # for _split_rule() alone: the launch has other key blocks
-            config = replace(config, batch_invariant=True)
-        rule = _split_rule(num_splits, config, seqlen_cache)
-        *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)
-        partial_numbers = config.warpgroups * min(rows, TILE_ROWS) * (config.columns(problem) + 1)
-        most = max(most, 4 * (slots * partial_numbers + entries * MERGE_NUMBERS))
+        for line in configs.lines_of_rows(problem.width, rows):
+            config = line.config
+            if width[1] < head_dim_v or (config.v_in_k and width[1] != head_dim_v):
+                continue
+            if num_splits == BATCH_INVARIANT and not config.v_in_k:
+                # for _split_rule() alone: the launch has other key blocks
+                config = replace(config, batch_invariant=True)
+            rule = _split_rule(num_splits, config, seqlen_cache)
+            *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)
+            partial_numbers = config.warpgroups * min(rows, TILE_ROWS) * (config.columns(problem) + 1)
+            most = max(most, 4 * (slots * partial_numbers + entries * MERGE_NUMBERS))
     return most
 
 

@@ -18,7 +18,7 @@ class CallClass:
     """A kind of call with a forced config.
 
     Args:
-        call: the config of a decode follows from the number of rows, which draws choose for it.
+        call: draws of a decode have as many rows as its config takes; one of batch_invariant follows from the call.
     """
 
     call: catalog.CallKind

@@ -185,37 +185,32 @@ LONG_CONTEXT = [
     "3",
 ]
 QK_CLIP = ["--steps", "4", "--threshold", "3"]
-ONE_AFTER_ANOTHER = """
-import runpy, sys
-for sys.argv in COMMANDS:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory) -> str:
-    """Lines of both examples on two processes, which torchrun starts once."""
-    commands = [[str(EXAMPLES / "long_context.py"), *LONG_CONTEXT], [str(EXAMPLES / "qk_clip.py"), *QK_CLIP]]
-    script = tmp_path_factory.mktemp("examples") / "both.py"
-    script.write_text(ONE_AFTER_ANOTHER.replace("COMMANDS", repr(commands)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+def printed_by_two_processes(script: str, arguments: list[str]) -> str:
+    """Lines of an example that torchrun starts on two processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(
+        [*torchrun, script, *arguments], capture_output=True, text=True, env=environment, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_distributed_example_trains_alike_on_any_number_of_processes(processes, printed):
+def test_distributed_example_trains_alike_on_any_number_of_processes(processes):
     example = str(EXAMPLES / "long_context.py")
     expected = cases.train_example(example, LONG_CONTEXT)
     assert len(expected) == 2
     for losses in processes[2].run(cases.train_example, example, [*LONG_CONTEXT, "--method", "ring"]):
         assert losses == pytest.approx(expected, abs=2e-3)
+    printed = printed_by_two_processes(example, LONG_CONTEXT)
     assert [float(loss) for loss in re.findall(r"loss (\S+)", printed)] == pytest.approx(expected, abs=2e-3)
 
 
-def test_distributed_qk_clip_example_clips_alike_on_any_number_of_processes(printed, monkeypatch, capsys):
+def test_distributed_qk_clip_example_clips_alike_on_any_number_of_processes(monkeypatch, capsys):
     script = str(EXAMPLES / "qk_clip.py")
+    printed = printed_by_two_processes(script, QK_CLIP)
     monkeypatch.setattr("sys.argv", [script, *QK_CLIP])
     runpy.run_path(script, run_name="__main__")
     alone, together = (

@@ -222,12 +222,15 @@ def test_tree_matches_a_loop_and_the_reference(changes):
 
 
 def test_chain_is_a_causal_mask():
+    """To a rounding: on some CPUs torch sums hidden scores in another order."""
     for nodes in (1, 31, 64):
         case = TreeCase(seqlen_q=nodes, lengths=(90, 64, 3, 0))
         causal = case.run(causal=True, tree_mask=None)
         for words in (chain(nodes), chain(nodes).expand(4, -1)):
             for changes in ({}, {"causal": True}, {"window_size": (-1, 0)}):
-                assert all(map(torch.equal, case.run(tree_mask=words, **changes), causal))
+                for found, expected in zip(case.run(tree_mask=words, **changes), causal, strict=True):
+                    eps = torch.finfo(found.dtype).eps
+                    torch.testing.assert_close(found, expected, rtol=eps, atol=eps)
 
 
 def test_one_tree_is_that_of_each_sequence():

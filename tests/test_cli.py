@@ -415,6 +415,21 @@ def test_config_counts_the_keys_of_a_window(window, wide, no_user_tables, capsys
     assert ("wide" in lines[0]) == wide and ("4k" in lines[0].partition(" on ")[0]) != wide
 
 
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("softcap=0", "full"),
+        ("dropout=0.0", "full"),
+        ("window=-1", "full"),
+        ("causal window=-1,-1", "causal"),
+        ("window=-1,0", "causal"),
+        ("sink=0", "full sink"),
+    ],
+)
+def test_config_of_a_value_that_turns_an_option_off_is_that_without_it(value, meant, no_user_tables, capsys):
+    assert run_config(capsys, "d128", *value.split()) == run_config(capsys, "d128", *meant.split())
+
+
 def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys, monkeypatch):
     monkeypatch.setattr(configs, "near_tables", lambda gpu_name: {})
     users, _ = configs.tuned_paths("NVIDIA GH200 480GB")

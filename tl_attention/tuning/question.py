@@ -47,7 +47,7 @@ from tl_attention.problem.attn_problem import (
     length_bucket,
     tile_widths,
 )
-from tl_attention.problem.options import ALWAYS_INVARIANT, UNLIMITED
+from tl_attention.problem.options import ALWAYS_INVARIANT, UNLIMITED, canonical_window
 from tl_attention.problem.target import DEFAULT_GPU, gpu_name, is_hopper
 from tl_attention.testing.shapes import Shape, sequences
 
@@ -72,7 +72,7 @@ class Question:
     bucket: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     directions: list[str] = field(default_factory=list)  # passes named among the words
-    window: tuple[int, ...] = ()  # of window=127 or window=127,0
+    window: tuple[int, ...] = ()  # (left, right) of window=127 or window=127,0
     batch_invariant: bool = ALWAYS_INVARIANT
     max_logits: bool = False
 
@@ -81,7 +81,7 @@ class Question:
         """Keys in the window; None if the words do not say it."""
         if not self.window:
             return None
-        left, right = self.window[0], 0 if self.causal else self.window[-1]
+        left, right = self.window
         return FAR if min(left, right) < 0 else left + right + 1
 
     @property
@@ -134,11 +134,12 @@ def parse(words: Sequence[str]) -> Question:
             once("bucket", word)
             question.bucket = word
         elif name in OPTION_WORDS:
-            question.options.append(name)
+            once(name, word)
             if name == "window" and word != name:
                 question.window = _window(word)
-            elif word != name:
-                _check_value(name, value)
+            elif word != name and _checked_value(name, value) == 0 and name in ("softcap", "dropout"):
+                continue  # a call without it
+            question.options.append(name)
         elif name in SIZES:
             once(name, word)
             if not value.isdecimal() or int(value) == 0:
@@ -150,6 +151,12 @@ def parse(words: Sequence[str]) -> Question:
                     f"WORD: expected a word that --help lists, got {word!r}; did you mean {like}?"
                 )
             raise ValueError(f"WORD: expected {accepted_words()}; got {word!r}")
+    if question.window:
+        bounds = question.window[0], question.window[-1]
+        causal, question.window = canonical_window(question.causal, bounds)
+        if question.window == (UNLIMITED, UNLIMITED):  # a call without a window
+            question.causal, question.window = causal, ()
+            question.options = [option for option in question.options if option != "window"]
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
     if question.batch_invariant and "dropout" in question.options:
@@ -169,8 +176,8 @@ def parse(words: Sequence[str]) -> Question:
     return question
 
 
-def _check_value(name: str, value: str) -> None:
-    """Check the value of an option as calls do."""
+def _checked_value(name: str, value: str) -> float:
+    """Value of an option, checked as calls do."""
     from tl_attention.checks.common import (
         expect_dropout,
         expect_softcap,
@@ -186,6 +193,7 @@ def _check_value(name: str, value: str) -> None:
         expect_softcap(number)
     elif name == "dropout":
         expect_dropout(name, number, "")
+    return number
 
 
 def _window(word: str) -> tuple[int, ...]:

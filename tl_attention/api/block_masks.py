@@ -338,7 +338,7 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def sliding_window(
     seqlen_q: int,
     seqlen_k: int,
-    window_size: Sequence[int],
+    window_size: Sequence[int | None],
     *,
     device: torch.device | str | None = None,
     block_size: int | tuple[int, int] = 128,
@@ -346,7 +346,7 @@ def sliding_window(
     """BlockMask of a window around each query, top-left aligned: `-right <= q_idx - kv_idx <= left`.
 
     Args:
-        window_size: (left, right), keys before and after the query's own; -1: unbounded. (n - 1, 0) is causal with n keys.
+        window_size: (left, right), keys before and after the query's own; -1 or None: unbounded. (n - 1, 0) is causal with n keys.
     """
     left, right = check_window_pair(window_size)
 

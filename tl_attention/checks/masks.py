@@ -9,15 +9,16 @@ import torch
 
 from tl_attention.checks.common import (
     cast_hint,
+    check_window,
     describe,
     expect_local,
     expect_tensor,
     is_int,
-    window_hint,
 )
 from tl_attention.checks.flex import MAX_LENGTH
 from tl_attention.checks.kvcache import MAX_NODES
 from tl_attention.checks.lengths import ALWAYS, skips_check
+from tl_attention.problem.options import UNLIMITED
 from tl_attention.tracing.captures import has_values, is_vmapped
 from tl_attention.tracing.intervals import Blocks
 
@@ -78,14 +79,9 @@ def check_device(device: Any) -> torch.device:
 
 
 def check_window_pair(window_size: Any) -> tuple[int, int]:
-    """The bounds of a window, at most MAX_LENGTH: a larger one hides no more."""
-    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
-    if not is_pair or not all(is_int(x) and x >= -1 for x in window_size):
-        raise ValueError(
-            f"window_size: expected (left, right), ints of at least 0, or -1 for no bound, got {describe(window_size)}; pass"
-            f" {window_hint(window_size)}"
-        )
-    left, right = (min(x, MAX_LENGTH) for x in window_size)
+    """The bounds of a window, -1 for no bound, at most MAX_LENGTH: a larger one hides no more."""
+    check_window(window_size)
+    left, right = (UNLIMITED if x is None else min(x, MAX_LENGTH) for x in window_size)
     return left, right
 
 

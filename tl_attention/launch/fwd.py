@@ -195,47 +195,68 @@ class FwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else sizes.batch
         self.heads = sizes.heads
 
-        dtype = dtype_name(q.dtype, options)
         self.costs = device_costs(self.device)
         self.sms = self.costs.sms
         names = () if options is None else options.names
         if added:
             names = *names, "added"
-        shares = None
-        if not names and traced is None and not max_logits:
-            plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
-            shares = splits.sharing(plain, torch.cuda.get_device_name(self.device))
-        num_splits, bucket = _splits_and_bucket(sizes, options, self.costs, added, shares, max_logits)
+        self.option_values = OptionValues(names, self.batch, self.device) if names else None
+        problem = dtype_name(q.dtype, options), sizes.head_dim, sizes.head_dim_v, causal, names
+        found, num_splits = self._choose_kernels(problem, sizes, options, traced, config)
+        if self.packed:
+            self.step_rows = found.config.block_N
+            where = sizes.seqlen_q, sizes.seqlen_k, causal, q.get_device()
+            self.tiles = PackedTiles(found.tile_table, self.batch, *where)
+        self._count_tiles(sizes, options, found, num_splits)
+        if self.packed:
+            self._clear_rows_behind(out)
+        self._make_views(q, k, v, out, heads_first, found)
+
+    def _choose_kernels(
+        self,
+        problem: tuple[str, int, int, bool, tuple[str, ...]],
+        sizes: FwdSizes,
+        options: Options | None,
+        traced: Call | None,
+        config: FwdConfig | None,
+    ) -> tuple[FwdKernels, int]:
+        """Choose the kernels of the plan, and compile those that are new.
+
+        Args:
+            problem: dtype, head dims, causal and names of options, as in AttnProblem.
+        Returns:
+            The kernels, and how many CTAs share the keys of a tile; 0: not asked for, key_splits decides.
+        """
+        names, shares = problem[-1], None
+        if not names and traced is None and not self.max_logits:
+            shares = splits.sharing(AttnProblem.of(*problem[:-1]), torch.cuda.get_device_name(self.device))
+        num_splits, bucket = _splits_and_bucket(
+            sizes, options, self.costs, self.added, shares, self.max_logits
+        )
         program = None if traced is None else forward_program(traced.program)
-        key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
+        key = *problem, program, bucket, self.device
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
-        form = copy_rows, max_logits
+        form = copy_rows, self.max_logits
         found = _kernels.get((key, *form)) if config is None else _find_kernels(key, config, *form)
         if found is None:
             found = _kernels[(key, *form)] = _find_kernels(key, None, *form)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
-        self.option_values = OptionValues(names, self.batch, self.device) if names else None
         self.block, self.is_stream_k = (config.block_M, config.block_N), config.schedule == "stream-K"
+        self.hold_max = config.hold_max
         self.tickets = (
             self.device,
             config.schedule in ("dynamic", "stream-K"),
             TICKETS + self.sms * self.is_stream_k,
         )
-        self.hold_max = config.hold_max
-        if self.packed:
-            self.step_rows = config.block_N
-            where = sizes.seqlen_q, seqlen_k, causal, q.get_device()
-            self.tiles = PackedTiles(found.tile_table, self.batch, *where)
-        self._count_tiles(sizes, options, found, num_splits)
-        if self.packed:
-            # Rows of out, or of the partials of all splits and heads
-            row_bytes = math.prod(out.shape[2:]) * out.element_size()
-            rows = (1, sizes.seqlen_q, row_bytes)
-            if self.combine:
-                (*groups, _, columns), *_ = self.partials[0]
-                rows = (math.prod(groups), sizes.seqlen_q, 4 * columns)
-            self.tiles.clear_behind([rows], 0 if added else self.sms)
-        self._make_views(q, k, v, out, heads_first, found)
+        return found, num_splits
+
+    def _clear_rows_behind(self, out: torch.Tensor) -> None:
+        """Let the kernel of the tile table clear the rows behind the last sequence: of out [1, total_q, ..], or of the partials."""
+        rows = 1, out.shape[1], math.prod(out.shape[2:]) * out.element_size()
+        if self.combine:
+            (*groups, total_q, columns), *_ = self.partials[0]
+            rows = math.prod(groups), total_q, 4 * columns
+        self.tiles.clear_behind([rows], 0 if self.added else self.sms)
 
     def _make_views(
         self,

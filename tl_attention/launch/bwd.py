@@ -98,13 +98,9 @@ class BwdPlan:
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
         of_sequences = {}
         if self.packed:
-            by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
-            results = [(1, shape[0], math.prod(shape[1:]) * dtype.itemsize) for shape, _, dtype in self.grads]
             # Nothing is cleared beside a dq that is part of a larger tensor, which only a distributed call may pass
             clearing_ctas = costs.sms if dq.is_contiguous() else 0
-            where = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
-            self.tiles = PackedTiles(kernels.tile_table, *where, by_sequence)
-            self.tiles.clear_behind(results, clearing_ctas)
+            self._table_tiles(kernels, causal, q.get_device(), clearing_ctas)
             of_sequences = {
                 "tiles": self.tiles.counts,
                 "longest": queries_of_tile(options.max_seqlen_q_rounded, 1, options),
@@ -137,6 +133,14 @@ class BwdPlan:
             if bwd_pass.one_tile:
                 check_one_tile(bwd_pass.block_N, seqlen_k)
                 self.unseen = sizes.unseen_queries(bwd_pass, causal)
+
+    def _table_tiles(self, kernels: BwdKernels, causal: bool, device: int, clearing_ctas: int) -> None:
+        """Prepare the tile tables of packed sequences, whose kernel also clears rows of gradients behind the last sequence."""
+        by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
+        where = self.batch, self.seqlen_q, self.seqlen_k, causal, device
+        self.tiles = PackedTiles(kernels.tile_table, *where, by_sequence)
+        results = [(1, shape[0], math.prod(shape[1:]) * dtype.itemsize) for shape, _, dtype in self.grads]
+        self.tiles.clear_behind(results, clearing_ctas)
 
     def _make_views(
         self, kernels: BwdKernels, tensors: Sequence[torch.Tensor], heads_first: bool, partial: bool

@@ -267,18 +267,28 @@ class KeyBuffers:
 
     def __init__(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes):
         n_blocks = sizes.key_blocks(config.block_N)
-        self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
+        tiles = sizes.batch * sizes.heads_kv * n_blocks
+        self.keys = n_blocks * config.block_N
+        self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
+        self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
+        self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
+        self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it
+        self.adds_dq = config.adds_dq and not self.writes_dq
+        self._share_queries(config, problem, sizes, tiles)
+        self._count_tiles(config, problem, sizes)
+        self._count_rows(config, problem, sizes, tiles)
+
+    def _share_queries(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes, tiles: int) -> None:
+        """Choose how many CTAs share the query heads of a key tile or its queries, and which key tiles one CTA has alone."""
         queries, on_diagonal = sizes.queries, 0
         if config.one_tile:
             queries = sizes.seqlen_q - sizes.unseen_queries(config, problem.causal)
         elif problem.causal:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
-        self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.costs, self.row_bytes
         # A causal pass shares all tiles or none, see tiles.StreamKGradTiles
         all_or_none = problem.causal and config.one_tile
         shares_last = not (problem.has("window") or problem.is_listed or all_or_none)
-        self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
         key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
         if sizes.may_share:
             shares = pass_sharers(config, key_tiles, *by_queries, shares_last)
@@ -293,30 +303,6 @@ class KeyBuffers:
         uneven = problem.causal or problem.has("window") or problem.is_listed
         steps = sizes.heads_per_kv * (1 if uneven else -(-sizes.queries // config.block_M))
         self.may_be_empty = config.is_stream_k and steps < self.sharers
-        self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it
-        self.adds_dq = config.adds_dq and not self.writes_dq
-        in_partials = (
-            self.sharers > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")
-        )
-        self.dk_in_partials, self.dv_in_partials = (
-            in_partials and grad in config.makes for grad in ("dk", "dv")
-        )
-        self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
-        rows_q = sizes.batch * sizes.heads * self.row_blocks_q
-        self._count_tiles(config, problem, sizes)
-        if self.rounds:
-            row_blocks = TABLE_ROWS // 16 if self.by_sequence else self.row_blocks_q
-            rows_q = self.slots * sizes.heads_per_kv * row_blocks
-        rows_k = self.sharers * (tiles - self.whole) * (config.block_N // 16)
-        self.sum_rows = rows_q if self.adds_dq else 0
-        # Behind the sums, for one memset of both: turns of an ordered pass, one per row block; counters of a pass that rounds dq
-        units = tiles if self.by_sequence else sizes.batch * sizes.heads_kv
-        self.counters = rows_q if config.is_ordered else self.rounds * (1 + 2 * units)
-        counter_rows = -(-self.counters // (16 * problem.head_dim))
-        dq_sum = fragment_blocks(self.sum_rows + counter_rows, problem.head_dim)
-        dk_partials = fragment_blocks(rows_k if self.dk_in_partials else 0, problem.head_dim)
-        dv_partials = fragment_blocks(rows_k if self.dv_in_partials else 0, problem.head_dim_v)
-        self.workspace = dq_sum, dk_partials, dv_partials
 
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
         """Set the numbers of tiles and slots of the launch.
@@ -343,6 +329,29 @@ class KeyBuffers:
             units = sizes.batch * sizes.heads_kv
             group_heads, self.slots = slots_of(units, n_blocks, sizes.costs, problem.causal)
         self.counts = n_blocks, group_heads, ctas
+
+    def _count_rows(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes, tiles: int) -> None:
+        """Set the workspace: rows of the sums of dq and the counters behind them, and of the partials of dk and dv."""
+        in_partials = (
+            self.sharers > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")
+        )
+        self.dk_in_partials, self.dv_in_partials = (
+            in_partials and grad in config.makes for grad in ("dk", "dv")
+        )
+        rows_q = sizes.batch * sizes.heads * self.row_blocks_q
+        if self.rounds:
+            row_blocks = TABLE_ROWS // 16 if self.by_sequence else self.row_blocks_q
+            rows_q = self.slots * sizes.heads_per_kv * row_blocks
+        rows_k = self.sharers * (tiles - self.whole) * (config.block_N // 16)
+        self.sum_rows = rows_q if self.adds_dq else 0
+        # Behind the sums, for one memset of both: turns of an ordered pass, one per row block; counters of a pass that rounds dq
+        units = tiles if self.by_sequence else sizes.batch * sizes.heads_kv
+        self.counters = rows_q if config.is_ordered else self.rounds * (1 + 2 * units)
+        counter_rows = -(-self.counters // (16 * problem.head_dim))
+        dq_sum = fragment_blocks(self.sum_rows + counter_rows, problem.head_dim)
+        dk_partials = fragment_blocks(rows_k if self.dk_in_partials else 0, problem.head_dim)
+        dv_partials = fragment_blocks(rows_k if self.dv_in_partials else 0, problem.head_dim_v)
+        self.workspace = dq_sum, dk_partials, dv_partials
 
 
 def bwd_workspace_bytes(

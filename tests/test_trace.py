@@ -6,7 +6,10 @@ import functools
 import math
 import operator
 import pickle
+import subprocess
+import sys
 
+import numpy
 import pytest
 import torch
 
@@ -292,6 +295,88 @@ def test_trace_refuses(function, error, words):
     with pytest.raises(error, match="^score_mod .*test_trace.py:") as found:
         trace(function, None, True)
     found.match(words)
+
+
+two_elements, one_element = torch.arange(2.0), torch.tensor([7.0])
+kept = []
+READS = {
+    "list": lambda s, b, h, q, k: s + torch.tensor([q, k])[0],
+    "as_tensor": lambda s, b, h, q, k: s + torch.as_tensor([q, k])[0],
+    "new_tensor": lambda s, b, h, q, k: s.new_tensor([s])[0],
+    "legacy": lambda s, b, h, q, k: torch.Tensor([s])[0],
+    "full": lambda s, b, h, q, k: torch.full((), q) + s,
+    "arange": lambda s, b, h, q, k: torch.arange(q)[0] + s,
+    "slice": lambda s, b, h, q, k: s + two_elements[:q][0],
+    "list of Python": lambda s, b, h, q, k: s + [1, 2][q],
+    "tolist": lambda s, b, h, q, k: s + q.tolist(),
+    "math": lambda s, b, h, q, k: s + math.floor(q),
+    "numpy": lambda s, b, h, q, k: s + q.numpy(),
+    "numpy force": lambda s, b, h, q, k: s + q.numpy(force=True),
+    "ufunc": lambda s, b, h, q, k: numpy.sqrt(s),
+    "array": lambda s, b, h, q, k: s + numpy.array([q, k])[0],
+    "index of an array": lambda s, b, h, q, k: s + numpy.arange(2.0)[q],
+    "storage": lambda s, b, h, q, k: s.untyped_storage()[0],
+    "pointer": lambda s, b, h, q, k: s + s.data_ptr(),
+    "equal": lambda s, b, h, q, k: s * 2 if torch.equal(q, k) else s,
+    "captured": lambda s, b, h, q, k: s + two_elements[1].item(),
+    "captured one": lambda s, b, h, q, k: s + one_element.item(),
+}
+
+
+@pytest.mark.parametrize("function", READS.values(), ids=READS)
+def test_trace_reads_no_values(function):
+    """Values of scores and indices there are none, and those of a captured tensor may change before the next call."""
+    with pytest.raises((NotImplementedError, TypeError, RuntimeError), match="^score_mod .*expected"):
+        trace(function, None, False)
+
+
+def test_trace_takes_values_of_numbers():
+    offset = torch.tensor(5)
+    assert trace(lambda s, b, h, q, k: s + offset.item(), None, False).numbers == (5.0,)
+    offset.fill_(6)
+    numbers = trace(lambda s, b, h, q, k: s + offset.item() * torch.tensor(3).item(), None, False).numbers
+    assert numbers[-1] == 18
+
+
+@pytest.mark.parametrize("captured", [torch.tensor(5.0), torch.arange(5.0)], ids=["number", "tensor"])
+def test_trace_changes_no_captured_tensor(captured):
+    before = captured.clone()
+    with pytest.raises(
+        NotImplementedError, match=r"expected captured tensors that it only reads, got aten.add_"
+    ):
+        trace(lambda s, b, h, q, k: (captured.add_(1), s)[1], None, False)
+    assert torch.equal(captured, before)
+
+
+def test_trace_refuses_an_index_of_another_call():
+    def keeps(score, b, h, q, k):
+        kept.append(q)
+        return score + kept[0]
+
+    trace(keeps, None, False)
+    with pytest.raises(NotImplementedError, match="expected tensors of this call"):
+        trace(keeps, None, False)
+
+
+def test_trace_shows_and_formats_an_index():
+    def shown(score, b, h, q, k):
+        assert "without a value" in repr(q) and "int32" in f"{q}"
+        return score + q
+
+    trace(shown, None, False)
+
+
+def test_masks_and_scores_need_no_compiler_of_torch():
+    code = """
+import sys, torch, tl_attention
+ids, q = torch.zeros(200, dtype=torch.int), torch.zeros(1, 1, 200, 64)
+mask = tl_attention.create_block_mask(lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]), None, None, 200, 200, device="cpu")
+tl_attention.flex_attention(q, q, q, block_mask=mask)
+tl_attention.flex_attention(q, q, q, lambda s, b, h, q, k: s * 3)
+assert "torch._dynamo" not in sys.modules
+"""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 def test_trace_refuses_masks_of_scores():

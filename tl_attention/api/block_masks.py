@@ -33,6 +33,7 @@ from tl_attention.checks.masks import (
 )
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.problem.program import Call
+from tl_attention.problem.uncompiled import uncompiled
 from tl_attention.tracing.builtin_options import seen_distances
 from tl_attention.tracing.captures import Captures, for_later_calls, versions
 from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
@@ -56,7 +57,7 @@ _cached: dict[
 _made: weakref.WeakKeyDictionary[Any, tuple[Origin, ListsState]] = weakref.WeakKeyDictionary()
 
 
-@torch._disable_dynamo
+@uncompiled
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -439,7 +440,7 @@ def _batched_documents(ids: torch.Tensor, causal: bool, b: Any, h: Any, q_idx: A
     return same & (q_idx >= kv_idx) if causal else same
 
 
-@torch._disable_dynamo
+@uncompiled
 def prefix_tree(
     parents: Nodes,
     lengths: Nodes,
@@ -482,7 +483,7 @@ def _trees(ends: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx >= kv_idx) & (q_idx < ends[b, kv_idx])
 
 
-@torch._disable_dynamo
+@uncompiled
 def prefix_tree_positions(
     parents: Nodes, lengths: Nodes, seqlen: int | None = None, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -576,7 +577,7 @@ def _chunks(size: int, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx // size == kv_idx // size
 
 
-@torch._disable_dynamo
+@uncompiled
 def _bounded(
     mask_mod: Callable[..., Any],
     batch: int | None,

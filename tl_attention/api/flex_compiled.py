@@ -17,6 +17,7 @@ from tl_attention.api.flex_lists import block_mask_of
 from tl_attention.checks.common import is_dtensor
 from tl_attention.checks.flex import FLEX_NAMES, LISTS, batched_gradients, no_second_order, transformed
 from tl_attention.problem.request import Functions, Request, new_request
+from tl_attention.problem.uncompiled import uncompiled
 from tl_attention.torch_ops.flops import backward_flops, forward_flops, register_flops, scores_of
 from tl_attention.torch_ops.ops import scale_of
 from tl_attention.torch_ops.transforms import (
@@ -105,7 +106,7 @@ def attend_compiled(request: Request) -> Outputs:
     return op(q, k, v, attn_bias, *captured, *texts, *others)
 
 
-_attend_eagerly = torch._disable_dynamo(attend_functions)
+_attend_eagerly = uncompiled(attend_functions)
 
 
 class _Leaf(torch.Tensor):

@@ -281,7 +281,9 @@ def block_states(
 ) -> torch.Tensor:
     """States of BlockLists from the lists of a BlockMask: [.., query blocks] numbers and [.., query blocks, entries] indices."""
     given = num_blocks, indices, full_num_blocks, full_indices
-    shape = torch.broadcast_shapes(*(x.shape[:2] for x in given if x is not None))
+    # torch.broadcast_shapes would import sympy, which takes 0.3 s
+    shapes = zip(*(x.shape[:2] for x in given if x is not None), strict=True)
+    shape = [next((n for n in sizes if n != 1), 1) for sizes in shapes]
     given = tuple(None if x is None else x.expand(*shape, *x.shape[2:]) for x in given)
     # One entry of what all of them expand
     for dim in (0, 1):

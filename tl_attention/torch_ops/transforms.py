@@ -13,6 +13,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from tl_attention.problem.options import ALIKE_IN_BATCH, FIELDS, LENGTHS, PER_HEAD, PLAIN, Call
+from tl_attention.problem.uncompiled import uncompiled
 
 NAMESPACE = "tl_attention"
 _libraries: dict[str, torch.library.Library] = {}  # by op, or op and rule
@@ -49,7 +50,7 @@ def define_op(
 
     def define(kernel: Callable) -> torch._ops.OpOverload:
         library = _define(name, schema, tags)
-        kernel = torch._disable_dynamo(kernel)
+        kernel = uncompiled(kernel)
         for device in ("CPU", "CUDA"):
             library.impl(name, kernel, device)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
@@ -62,7 +63,7 @@ def define_composite_op(name: str, schema: str) -> Callable[[Callable], torch._o
     """Define an op that runs the decorated function, made of other ops, wherever torch calls or traces it."""
 
     def define(kernel: Callable) -> torch._ops.OpOverload:
-        _define(name, schema, ()).impl(name, torch._disable_dynamo(kernel), "CompositeImplicitAutograd")
+        _define(name, schema, ()).impl(name, uncompiled(kernel), "CompositeImplicitAutograd")
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return define

@@ -18,6 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tl_attention.tracing.symbol import Symbol
+
 # Modules whose names do not change while a program runs
 STABLE_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
 CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype, torch.device)
@@ -157,7 +159,7 @@ def has_values(x: torch.Tensor) -> bool:
 
 def holds_values(x: torch.Tensor) -> bool:
     """True for a tensor with values of its own: no fake one, none that make_fx records, none inside torch.func.functionalize."""
-    if isinstance(x, FakeTensor) or x.is_meta or torch._is_functional_tensor(x):
+    if isinstance(x, FakeTensor | Symbol) or x.is_meta or torch._is_functional_tensor(x):
         return False
     recording = torch._C._get_dispatch_mode(_MODES.PROXY)
     if recording is None:

@@ -1,6 +1,6 @@
 """Tracing: score_mod and mask_mod as Python functions -> a Program and the tensors and numbers of a call.
 
-make_fx records the aten operations of a function on fake 0-d tensors, so no tensor is read. The derivative is torch's own: the
+AtenRecorder records the aten operations of a function of 0-d tensors, and no tensor is read. The derivative is torch's own: the
 operations are run a second time under autograd and recorded. Operations outside the tables below are refused by name.
 """
 
@@ -17,11 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # before make_fx imports it by way of another module, while a call in another thread imports it directly
-from torch._decomp import get_decompositions
-from torch.fx import GraphModule
-from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from tl_attention.problem.program import (
@@ -35,26 +30,20 @@ from tl_attention.problem.program import (
     TensorGradient,
     Value,
 )
+from tl_attention.tracing.aten_recorder import AtenRecorder
 from tl_attention.tracing.captures import Captures, outside_modes
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.derivatives import Reverse
 from tl_attention.tracing.program_values import differentiable
+from tl_attention.tracing.symbol import Stated, no_value
 from tl_attention.tracing.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
+_OF_NUMPY = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
+_READS = frozenset((torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.__dlpack__))
 _INDEXING = torch.Tensor.__getitem__, aten.index.Tensor  # all that reads a tensor without reading its sizes
 AUTOGRAD_KEYS = "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
 PACKAGE = str(Path(__file__).parents[1])
-
-DECOMPOSED_NAMES = """
-addcdiv addcmul elu elu_backward gelu gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh
-hardtanh_backward leaky_relu leaky_relu_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp masked_fill mish mish_backward
-nan_to_num sigmoid_backward silu silu_backward softplus softplus_backward tanh_backward threshold threshold_backward xlogy
-"""
-# Torch's own decompositions into operations of the tables
-DECOMPOSED = get_decompositions(
-    [getattr(aten, name) for name in DECOMPOSED_NAMES.split() if hasattr(aten, name)]
-)
 
 
 class _Function(NamedTuple):
@@ -70,13 +59,6 @@ class _Function(NamedTuple):
         return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
-class _Stated(Exception):
-    """Refusal whose words are final but for the place: kind(f"{place}: expected {expected}, got {got}; {instead}")."""
-
-    def __init__(self, kind: type[Exception], expected: str, got: str, instead: str):
-        self.kind, self.expected, self.got, self.instead = kind, expected, got, instead
-
-
 class _Recorder(TorchFunctionMode):
     """Mode in which a function is recorded: indexing with 0-d tensors is kept as an operation, and each node records its source line.
 
@@ -85,8 +67,9 @@ class _Recorder(TorchFunctionMode):
         reads_sizes: the function may have read sizes or strides of a captured tensor, which are constants in what is recorded.
     """
 
-    def __init__(self):
+    def __init__(self, nodes: AtenRecorder):
         super().__init__()
+        self._nodes = nodes
         self.sets_grad_mode = self.reads_sizes = False
         self._inference = torch.is_inference_mode_enabled()
 
@@ -103,21 +86,23 @@ class _Recorder(TorchFunctionMode):
             _check_index(tensor, index)
             if any(isinstance(i, torch.Tensor) for i in index):
                 if any(i is None or i is Ellipsis for i in index):
-                    raise NotImplementedError("indexing with None or ... beside 0-d tensors")
+                    raise _refused_index("None or ...", "name all dimensions")
                 positions = [None if isinstance(i, slice) and i == slice(None) else i for i in index]
                 if any(isinstance(i, slice) for i in positions):
-                    raise NotImplementedError("a slice beside 0-d tensors")
+                    raise _refused_index("a slice", "cut the tensor before the call")
                 positions = [torch.tensor(i) if isinstance(i, int) else i for i in positions]
                 func, args = aten.index.Tensor, (tensor, positions)
         elif func is torch._C._set_grad_enabled:
             self.sets_grad_mode = True
-        elif _is_in_place(func) and isinstance(args[0], torch.Tensor):
-            # Scores and indices are traced on the CPU; what is read of a tensor elsewhere is a number to them
-            device = args[0].device
-            args = tuple(
-                x.to(device) if isinstance(x, torch.Tensor) and x.device != device and not x.ndim else x
-                for x in args
+        elif func in _OF_NUMPY:
+            raise Stated(
+                TypeError,
+                "captured tensors of torch",
+                "an array of NumPy",
+                "capture torch.as_tensor(array)",
             )
+        elif func in _READS:
+            raise no_value()
         self.sets_grad_mode |= torch.is_inference_mode_enabled() != self._inference
         if func not in _INDEXING:
             given = *args, *(kwargs or {}).values()
@@ -126,17 +111,22 @@ class _Recorder(TorchFunctionMode):
         while frame is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         if frame is not None:
-            fx_traceback.set_stack_trace([f"{frame.f_code.co_filename}:{frame.f_lineno}"])
+            self._nodes.line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return func(*args, **(kwargs or {}))
+
+
+def _refused_index(got: str, instead: str) -> Stated:
+    wanted = "indices that are 0-d tensors, ints or a full slice"
+    return Stated(NotImplementedError, wanted, f"{got} beside 0-d tensors", instead)
 
 
 def _check_index(tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
     """Refuse an index that is no integer, and a tensor without strides."""
     wanted = "a function that captures dense tensors of this rank"
     if hasattr(tensor, "to_local"):
-        raise _Stated(NotImplementedError, wanted, "a DTensor", "capture its .to_local()")
+        raise Stated(NotImplementedError, wanted, "a DTensor", "capture its .to_local()")
     if tensor.layout != torch.strided:
-        raise _Stated(NotImplementedError, wanted, str(tensor.layout), "capture its .to_dense()")
+        raise Stated(NotImplementedError, wanted, str(tensor.layout), "capture its .to_dense()")
     for i in index:
         is_tensor = isinstance(i, torch.Tensor)
         if is_tensor and (i.is_floating_point() or i.is_complex() or (i.dtype == torch.bool and not i.ndim)):
@@ -145,18 +135,12 @@ def _check_index(tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
             got = repr(i)
         else:
             continue
-        raise _Stated(
+        raise Stated(
             TypeError,
             "integers as indices of a tensor",
             got,
             "round a number by .int(), and choose by a condition with torch.where",
         )
-
-
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    """True for methods like add_ and __iadd__."""
-    name = getattr(func, "__name__", "")
-    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 @contextmanager
@@ -198,12 +182,6 @@ def _floats_in_fp32():
         torch.set_default_dtype(default)
 
 
-@contextmanager
-def _recording():
-    with fx_traceback.preserve_node_meta(), _Recorder() as recorder:
-        yield recorder
-
-
 def trace(
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
@@ -214,8 +192,8 @@ def trace(
     """Program of these functions, and the tensors and numbers that they capture.
 
     Repeated calls with the same functions are looked up if the functions capture only tensors, numbers and functions of these: see
-    captures.Captures. Functions that read sizes of tensors are looked up by these, too. Else each call traces them, which takes some
-    milliseconds. One thread traces at a time.
+    captures.Captures. Functions that read sizes of tensors are looked up by these, too. Else each call traces them, which takes a
+    millisecond, or some with derivatives. One thread traces at a time.
 
     Args:
         differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
@@ -255,7 +233,7 @@ def trace(
 
 
 MAX_TRACED = 1024
-_lock = threading.RLock()  # make_fx replaces functions of torch while it traces
+_lock = threading.RLock()
 # A process is forked between traces of other threads, which it does not have: it would wait for their end
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 # By what the functions capture, and the sizes of tensors where a function reads these
@@ -300,40 +278,25 @@ def _trace(
     return Call(program.pruned(), tuple(builder.tensors), tuple(builder.numbers)), builder.reads_sizes
 
 
-def _fake_leaves(values: Sequence[Value]) -> list[torch.Tensor]:
-    return [torch.zeros((), dtype=TORCH_DTYPES[value.dtype]) for value in values]
-
-
 def _record(builder: Builder, function: _Function, arguments: list[int], differentiate: bool = False) -> int:
     """Value that a user's function returns for these arguments. differentiate: as in trace()."""
+    nodes = AtenRecorder()
+    recorder = _Recorder(nodes)
 
-    def run(*inputs: torch.Tensor) -> Any:
-        with torch.no_grad(), _recording() as recorder:
-            result = function.call(*inputs)
-        recorders.append(recorder)
-        return result
-
-    found: list[Any] = []
-    recorders: list[_Recorder] = []
-
-    def checked(*inputs: torch.Tensor) -> Any:
-        result = run(*inputs)
-        found.append(result)
-        return result if isinstance(result, torch.Tensor) else torch.zeros(())
+    def recorded(*inputs: torch.Tensor) -> Any:
+        with torch.no_grad(), recorder:
+            return function.call(*inputs)
 
     try:
-        graph = make_fx(checked, DECOMPOSED, "fake", _allow_non_fake_inputs=True)(
-            *_fake_leaves([builder.values[i] for i in arguments])
-        )
+        result = nodes.record(recorded, [TORCH_DTYPES[builder.dtype(i)] for i in arguments])
     except Exception as error:
         raise _refusal(function, error) from error
-    if differentiate and any(recorder.sets_grad_mode for recorder in recorders):
+    if differentiate and recorder.sets_grad_mode:
         raise NotImplementedError(
             f"{function.name}{function.place}: expected no torch.no_grad, torch.enable_grad or torch.inference_mode inside, whose effect on"
             " gradients is not traced, got one; call .detach() on what needs no gradient"
         )
-    builder.reads_sizes |= any(recorder.reads_sizes for recorder in recorders)
-    (result,) = found
+    builder.reads_sizes |= recorder.reads_sizes
     if isinstance(result, bool | int | float):
         return builder.number(result, {bool: BOOL, int: INT, float: FLOAT}[type(result)])
     if not isinstance(result, torch.Tensor):
@@ -345,7 +308,7 @@ def _record(builder: Builder, function: _Function, arguments: list[int], differe
             f"{function.name}{function.place}: expected a 0-d tensor, got shape {tuple(result.shape)}; index captured tensors down to"
             " one element, with b, h, q_idx and kv_idx"
         )
-    return _converted(builder, function, graph, arguments)[0]
+    return _converted(builder, function, nodes, arguments, [result])[0]
 
 
 def _refusal(function: _Function, error: Exception) -> Exception:
@@ -353,26 +316,12 @@ def _refusal(function: _Function, error: Exception) -> Exception:
     where = f"{function.name}{function.place}"
     line = _line_of(error)
     at = f" at {line}" if line else ""
-    if isinstance(error, _Stated):
+    if isinstance(error, Stated):
         return error.kind(f"{where}: expected {error.expected}, got {error.got}{at}; {error.instead}")
-    if isinstance(error, NotImplementedError):
-        return NotImplementedError(
-            f"{where}: expected indices that are 0-d tensors, ints or a full slice, got {error}{at}"
-        )
     text = str(error).split("\n")[0]
-    if any(
-        words in str(error)
-        for words in ("data-dependent", "Could not guard", "value out of a tracing tensor", "item()")
-    ):
-        return NotImplementedError(
-            f"{where}: expected no control flow that depends on the score or an index, got if, and, or, while, .item() or a list"
-            f" indexed by it{at}; use torch.where in place of if, & and | in place of and and or, a tensor in place of a list"
-        )
-    if ".numpy()" in text:
-        return TypeError(
-            f"{where}: expected captured tensors of torch, got an array of NumPy{at}; capture torch.as_tensor(array)"
-        )
     kind = type(error)
+    if kind is NotImplementedError:
+        return kind(f"{where}: expected pointwise operations on scalars, got {text}{at}")
     if kind not in (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         return RuntimeError(f"{where}: {kind.__name__}{at}: {text}")
     if kind is IndexError and line:
@@ -413,14 +362,15 @@ def _differentiate(
                 found[i] = evaluate(values[i], [found[arg] for arg in values[i].args])
         return tuple(reverse.derivatives(score, found))
 
+    nodes = AtenRecorder()
     try:
         with torch.enable_grad(), above_autograd(), _no_search_for_nan(), _own_saved_tensors():
-            graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
+            outputs = nodes.record(joint, [TORCH_DTYPES[values[i].dtype] for i in inputs])
     except Exception as error:
         raise RuntimeError(
             f"{function.name}{function.place}: torch cannot differentiate it: {error}"
         ) from error
-    slope, *factors = _converted(builder, function, graph, inputs)
+    slope, *factors = _converted(builder, function, nodes, inputs, outputs)
     gradients = [
         TensorGradient(builder.values[i].data, builder.values[i].args, builder.cast(factor, FLOAT))
         for i, factor in zip(learned, factors, strict=True)
@@ -430,13 +380,18 @@ def _differentiate(
     return None if is_one else slope, tuple(gradients)
 
 
-def _converted(builder: Builder, function: _Function, graph: GraphModule, arguments: list[int]) -> list[int]:
-    """Values of the outputs of a graph; errors name the function."""
+def _converted(
+    builder: Builder,
+    function: _Function,
+    recorder: AtenRecorder,
+    arguments: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+) -> list[int]:
+    """Values of these tensors; errors name the function."""
+    nodes = [recorder.use(x) for x in outputs]
     try:
-        return convert(builder, graph, arguments)
+        return convert(builder, recorder.nodes, arguments, nodes)
     except Unsupported as error:
-        if "_local_scalar_dense" in str(error):
-            raise _refusal(function, RuntimeError("item()")) from None
         raise NotImplementedError(
             f"{function.name}{function.place}: expected pointwise operations on scalars, got {error}; supported are {SUPPORTED}, and"
             " what torch makes of these (docs/flex.md has a table). Compute anything else before the call, as a tensor to index"

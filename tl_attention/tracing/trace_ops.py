@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
 
 from tl_attention.problem.program import BOOL, CAPTURED_DTYPES, FLOAT, INT, LEAVES, LONG, Value
+from tl_attention.tracing.aten_recorder import Node
 from tl_attention.tracing.captures import holds_values
 
 # Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/scores/program_code.py has their CUDA
@@ -227,6 +227,8 @@ class Builder:
             return args[1]
         if name == "div" and self._is(args[1], 1):
             return args[0]
+        if name == "detach" and self.values[args[0]].op in ("constant", "number"):
+            return args[0]
         if name == "where" and args[1] == args[2]:
             return args[1]
         if name in ("and", "or") and dtype == BOOL:
@@ -278,33 +280,30 @@ class Unsupported(Exception):
     """Something in a traced function that kernels do not support; the text says what, and where if that is known."""
 
 
-def convert(builder: Builder, graph: GraphModule, arguments: list[int]) -> list[int]:
-    """Values of the outputs of a graph whose inputs are these values. Raises Unsupported."""
+def convert(
+    builder: Builder, nodes: Sequence[Node], arguments: Sequence[int], outputs: Sequence[Node]
+) -> list[int]:
+    """Values of some nodes of a recording whose inputs are the values `arguments`. Raises Unsupported."""
     found: dict[Node, int | CapturedTensor] = {}
     inputs = iter(arguments)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
+    for node in nodes:
+        if node.captured is not None:
+            found[node] = _captured(builder, node.captured)
+        elif node.target is None:
             found[node] = next(inputs)
-        elif node.op == "get_attr":
-            found[node] = _captured(builder, getattr(graph, node.target))
-        elif node.op == "call_function":
+        else:
             try:
                 found[node] = _Operation(builder, found, node).value()
             except KeyError:
-                dtype = getattr(node.meta.get("val"), "dtype", None)
+                dtype = getattr(node.result, "dtype", None)
                 result = "" if dtype is None or dtype in DTYPES else f" with a result of {dtype}"
                 raise Unsupported(f"{node.target}{result}{_at(node)}") from None
-        else:
-            outputs = node.args[0]
-            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            return [_scalar(builder, found[x]) for x in outputs]
-    raise AssertionError("a graph without output")
+    return [_scalar(builder, found[x]) for x in outputs]
 
 
 def _at(node: Node) -> str:
     """File and line of a node, for errors, if they are known."""
-    line = node.meta.get("stack_trace")
-    return f" at {line.strip()}" if line else ""
+    return f" at {node.line}" if node.line else ""
 
 
 def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
@@ -342,7 +341,7 @@ class _Operation:
         name = getattr(packet, "__name__", str(packet))
         # In place or not: later nodes see the result
         self.name = name if name.startswith("_") else name.rstrip("_")
-        result = node.meta.get("val")
+        result = node.result
         if isinstance(result, torch.Tensor) and result.dtype not in DTYPES:
             raise KeyError(f"{self.name} to {result.dtype}")
         self.torch_dtype = result.dtype if isinstance(result, torch.Tensor) else None
@@ -372,7 +371,7 @@ class _Operation:
 
     def dtype_of(self, argument: Any) -> torch.dtype | type[Any]:
         if isinstance(argument, Node):
-            return argument.meta["val"].dtype
+            return argument.result.dtype
         return type(argument)
 
     def common_dtype(self, arguments: Sequence[Any]) -> str:
@@ -397,7 +396,7 @@ class _Operation:
         if self.torch_dtype not in HALVES or not (self.name in CASTS or self.is_in_place):
             return
         nodes = [x for x in self.node.args if isinstance(x, Node)]
-        dtypes = {x.meta["val"].dtype for x in nodes if isinstance(x.meta.get("val"), torch.Tensor)}
+        dtypes = {x.result.dtype for x in nodes if isinstance(x.result, torch.Tensor)}
         if not dtypes <= {self.torch_dtype, torch.bool}:
             raise Unsupported(
                 f"{self.node.target} that rounds to {self.torch_dtype}, where kernels compute in float32{_at(self.node)}; leave the"
@@ -478,7 +477,7 @@ class _Operation:
 
     def _is_inner(self) -> bool:
         """True for the detach of torch's own backward, in which nothing is differentiated again."""
-        return self.node.meta.get("stack_trace") is None
+        return not self.node.line
 
     def _part_of(self, tensor: CapturedTensor) -> int | CapturedTensor:
         """Captured tensor with some of its dimensions indexed."""
@@ -487,8 +486,8 @@ class _Operation:
         if self.name == "index":
             for dim, argument in zip(open_dims, args[1], strict=False):
                 if argument is not None:
-                    dtype = DTYPES[argument.meta["val"].dtype]
-                    if dtype == BOOL or argument.meta["val"].ndim:
+                    dtype = DTYPES[argument.result.dtype]
+                    if dtype == BOOL or argument.result.ndim:
                         raise KeyError(self.name)
                     index[dim] = self.operand(argument, dtype)
         elif self.name == "select":
@@ -496,7 +495,7 @@ class _Operation:
             if not isinstance(position, int):
                 raise KeyError(self.name)
             index[open_dims[dim]] = self.builder.constant(position, INT)
-        elif self.name not in ("detach", "alias", "lift_fresh_copy", "clone"):
+        elif self.name not in ("detach", "alias", "lift_fresh", "clone"):
             raise KeyError(self.name)
         found = CapturedTensor(tensor.slot, tuple(index), tensor.detached or self.name == "detach")
         return found if None in index else _scalar(self.builder, found)

@@ -1,0 +1,242 @@
+"""Recording of the aten operations that a function of 0-d tensors runs.
+
+The tensors that the function gets, and that operations give it, have no values. An operation on 0-d tensors runs on ones of their
+dtypes, and any other on the meta device: that finds dtypes and shapes. Captured tensors are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tl_attention.tracing.captures import for_later_calls, holds_values
+from tl_attention.tracing.symbol import Stated, Symbol, no_value
+
+aten = torch.ops.aten
+CPU, META = torch.device("cpu"), torch.device("meta")
+DECOMPOSED_NAMES = """
+addcdiv addcmul elu elu_backward gelu gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh
+hardtanh_backward leaky_relu leaky_relu_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp masked_fill mish mish_backward
+nan_to_num sigmoid_backward silu silu_backward softplus softplus_backward tanh_backward threshold threshold_backward xlogy
+"""
+# Torch's own decompositions into operations of the tables of trace_ops.py
+DECOMPOSED = get_decompositions(
+    [getattr(aten, name) for name in DECOMPOSED_NAMES.split() if hasattr(aten, name)]
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """An operation that was recorded, or a tensor that it starts from.
+
+    Attributes:
+        stand_in: what operations run on in place of the result: a 0-d one on the CPU, or a tensor of the meta device.
+        result: what the function has; a Symbol, but for a captured tensor.
+        target, args, kwargs: the operation, with Nodes for tensors; target is None for an input and a captured tensor.
+        line: file and line in the function; "" of an operation that torch itself runs.
+    """
+
+    stand_in: Any
+    result: Any
+    target: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    line: str = ""
+
+    @property
+    def captured(self) -> torch.Tensor | None:
+        return None if self.target or isinstance(self.result, Symbol) else self.result
+
+    def inputs(self) -> list[Node]:
+        return _nodes_in(self.args, self.kwargs)
+
+    def follows_from_input(self) -> bool:
+        if self.target is None:
+            return self.captured is None
+        return any(x.follows_from_input() for x in self.inputs())
+
+    def value(self) -> torch.Tensor | None:
+        """A copy of the value of a captured 0-d CPU tensor, and of what follows from such ones and numbers; else None."""
+        x = self.captured
+        if x is not None:
+            is_number = not x.ndim and x.device.type == "cpu" and not x.requires_grad and holds_values(x)
+            return x.clone() if is_number else None
+        if self.target is None or self.stand_in.ndim or torch.Tag.nondeterministic_seeded in self.target.tags:
+            return None
+        values = {node: node.value() for node in self.inputs()}
+        if any(x is None for x in values.values()):
+            return None
+        return _run(self.target, self.args, self.kwargs, values.__getitem__)
+
+
+class AtenRecorder(TorchDispatchMode):
+    """Mode that records the operations that run in it.
+
+    Attributes:
+        nodes: inputs, then operations in order, each behind the captured tensors that it is the first to use.
+        line: that of the nodes to come.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.line = ""
+        # By id of the result, which the node keeps alive
+        self._known: dict[int, Node] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: a trace runs outside compiled code, and torch would import its compiler here, which takes seconds."""
+        return False
+
+    def record(self, function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> Any:
+        """Result of a function of 0-d tensors of these dtypes, which are the first nodes."""
+        with _disable_current_modes():
+            inputs = [self._add(_stand_in((), dtype)).result for dtype in dtypes]
+            with self:
+                return function(*inputs)
+
+    def use(self, x: torch.Tensor) -> Node:
+        """Node of a tensor, which is a captured one if no operation gave it."""
+        node = self._node_of(x)
+        if node is not self._known.get(id(x)):
+            self._known[id(x)] = node
+            self.nodes.append(node)
+        return node
+
+    def _node_of(self, x: torch.Tensor) -> Node:
+        if id(x) in self._known:
+            return self._known[id(x)]
+        if isinstance(x, Symbol):
+            got = "a score, an index or a value of theirs that was copied, or kept from another call"
+            raise Stated(NotImplementedError, "tensors of this call", got, "use .clone(), and keep none")
+        return Node(_stand_in(x.shape, x.dtype), x)
+
+    def _add(self, stand_in: torch.Tensor, result: Any = None, *operation: Any) -> Node:
+        node = Node(stand_in, Symbol(stand_in) if result is None else result, *operation)
+        self.nodes.append(node)
+        self._known[id(node.result)] = node
+        return node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if func in DECOMPOSED:
+                with self:
+                    return DECOMPOSED[func](*args, **kwargs)
+            if _is_composite(func):
+                with self:
+                    return func.decompose(*args, **kwargs)
+            return self._operate(func, args, kwargs)
+
+    def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, args, kwargs)
+        args, kwargs = _changed(args, kwargs, torch.Tensor, self.use)
+        inputs = _nodes_in(args, kwargs)
+        changed = [x for x, y in zip(args, func._schema.arguments, strict=False) if y.is_write]
+        if any(x.captured is not None for x in changed):
+            raise Stated(
+                NotImplementedError,
+                "captured tensors that it only reads",
+                f"{func} of one",
+                "change it before the call",
+            )
+        if func is aten.index.Tensor and (shape := _shape_of_element(*args)) is not None:
+            found = _stand_in(shape, args[0].stand_in.dtype)
+        else:
+            # Functions such as torch.zeros may make large tensors
+            device = CPU if inputs and not any(x.stand_in.ndim for x in inputs) else META
+            given = {x: x.stand_in.to(device, copy=x in changed) for x in inputs}
+            found = _run(func, args, kwargs, given.__getitem__, device)
+        operation = func, args, kwargs, self.line
+        if isinstance(found, torch.Tensor):
+            result = changed[0].result if changed else None
+            return self._add(_stand_in(found.shape, found.dtype), result, *operation).result
+        self.nodes.append(Node(None, None, *operation))
+        return found
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operation such as .item(), which needs values."""
+        args, kwargs = _changed(args, kwargs, torch.Tensor, self._node_of)
+        values = {x: x.value() for x in _nodes_in(args, kwargs)}
+        if all(value is not None for value in values.values()):
+            return _run(func, args, kwargs, values.__getitem__)
+        if any(x.follows_from_input() for x in values):
+            raise no_value()
+        raise Stated(
+            NotImplementedError,
+            "captured tensors whose elements it uses as tensors",
+            "an element as a number, by .item(), int(), if or similar",
+            "leave that out, or read the number before the call",
+        )
+
+
+def _run(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensor_of: Callable[[Node], Any],
+    device: torch.device | None = None,
+) -> Any:
+    """Result of an operation on tensors of nodes; device: in place of all devices among its arguments."""
+
+    args, kwargs = _changed(args, kwargs, Node, tensor_of)
+    if device is not None:
+        args, kwargs = _changed(args, kwargs, torch.device, lambda _: device)
+    return func(*args, **kwargs)
+
+
+def _changed(
+    args: Sequence[Any], kwargs: dict[str, Any], kind: type, change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an operation, with change(x) for each x of this kind, in lists, too."""
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, kind):
+            return change(x)
+        return [changed(y) for y in x] if isinstance(x, list | tuple) else x
+
+    return tuple([changed(x) for x in args]), {name: changed(x) for name, x in kwargs.items()}
+
+
+def _nodes_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Node]:
+    found: list[Node] = []
+    _changed(args, kwargs, Node, found.append)
+    return found
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """True for an operation that torch makes of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _shape_of_element(tensor: Node, indices: Sequence[Node | None]) -> list[int] | None:
+    """Shape of a tensor indexed with 0-d tensors; None for other indices. The meta kernel of torch would import sympy, 0.3 s."""
+    sizes = tensor.stand_in.shape
+    if len(indices) > len(sizes) or any(i is not None and i.stand_in.ndim for i in indices):
+        return None
+    return [n for n, i in itertools.zip_longest(sizes, indices) if i is None]
+
+
+def _stand_in(shape: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    if not len(shape):
+        return _one(dtype)
+    sizes = [n if type(n) is int else 1 for n in shape]  # not a symbol of torch.compile
+    return torch.empty(sizes, dtype=dtype, device=META)
+
+
+@functools.cache
+def _one(dtype: torch.dtype) -> torch.Tensor:
+    with for_later_calls():
+        return torch.ones((), dtype=dtype, device=CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -267,6 +268,7 @@ def control_flow(score, b, h, q_idx, kv_idx):
         (lambda s, b, h, q, k: s * s.item(), NotImplementedError, "expected no control flow"),
         (lambda s, b, h, q, k: torch.sort(s)[0], NotImplementedError, r"got aten.sort.default at .*test_trace.py:\d+; supported are abs"),
         (lambda s, b, h, q, k: s + table.sum(), NotImplementedError, "got aten.sum.default"),
+        (lambda s, b, h, q, k: torch.clamp(q, 1, 5, out=k) * s + k, NotImplementedError, "got aten.clamp.out at"),
         (lambda s, b, h, q, k: s.double(), NotImplementedError, "got aten._to_copy.default with a result of torch.float64 at"),
         (lambda s, b, h, q, k: s.expand(2), ValueError, r"expected a 0-d tensor, got shape \(2,\)"),
         (lambda s, b, h, q, k: s.expand(2).sum(), NotImplementedError, "got aten.expand.default"),
@@ -319,6 +321,7 @@ READS = {
     "pointer": lambda s, b, h, q, k: s + s.data_ptr(),
     "equal": lambda s, b, h, q, k: s * 2 if torch.equal(q, k) else s,
     "captured": lambda s, b, h, q, k: s + two_elements[1].item(),
+    "captured list": lambda s, b, h, q, k: s + two_elements.tolist()[0],
     "captured one": lambda s, b, h, q, k: s + one_element.item(),
 }
 
@@ -346,6 +349,14 @@ def test_trace_changes_no_captured_tensor(captured):
     ):
         trace(lambda s, b, h, q, k: (captured.add_(1), s)[1], None, False)
     assert torch.equal(captured, before)
+
+
+def test_trace_runs_operations_on_ones_of_their_own():
+    """An operation that writes to its arguments leaves those of later traces as they are: torch divides no integer by 0."""
+    for write in (lambda q: q.sub_(1), lambda q: torch.sub(q, 1, out=q)):
+        with contextlib.suppress(NotImplementedError):
+            trace(lambda s, b, h, q, k, write=write: s + write(q), None, False)
+    trace(lambda s, b, h, q, k: s + k // q, None, False)
 
 
 def test_trace_refuses_an_index_of_another_call():

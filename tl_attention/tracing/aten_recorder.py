@@ -52,7 +52,7 @@ class Node:
 
     @property
     def captured(self) -> torch.Tensor | None:
-        return None if self.target or isinstance(self.result, Symbol) else self.result
+        return None if self.target is not None or isinstance(self.result, Symbol) else self.result
 
     def inputs(self) -> list[Node]:
         return _nodes_in(self.args, self.kwargs)
@@ -156,7 +156,7 @@ class AtenRecorder(TorchDispatchMode):
         else:
             # Functions such as torch.zeros may make large tensors
             device = CPU if inputs and not any(x.stand_in.ndim for x in inputs) else META
-            given = {x: x.stand_in.to(device, copy=x in changed) for x in inputs}
+            given = {x: x.stand_in.to(device, copy=func._schema.is_mutable) for x in inputs}
             found = _run(func, args, kwargs, given.__getitem__, device)
         operation = func, args, kwargs, self.line
         if isinstance(found, torch.Tensor):
@@ -171,14 +171,7 @@ class AtenRecorder(TorchDispatchMode):
         values = {x: x.value() for x in _nodes_in(args, kwargs)}
         if all(value is not None for value in values.values()):
             return _run(func, args, kwargs, values.__getitem__)
-        if any(x.follows_from_input() for x in values):
-            raise no_value()
-        raise Stated(
-            NotImplementedError,
-            "captured tensors whose elements it uses as tensors",
-            "an element as a number, by .item(), int(), if or similar",
-            "leave that out, or read the number before the call",
-        )
+        raise no_value(any(x.follows_from_input() for x in values))
 
 
 def _run(
@@ -189,7 +182,6 @@ def _run(
     device: torch.device | None = None,
 ) -> Any:
     """Result of an operation on tensors of nodes; device: in place of all devices among its arguments."""
-
     args, kwargs = _changed(args, kwargs, Node, tensor_of)
     if device is not None:
         args, kwargs = _changed(args, kwargs, torch.device, lambda _: device)

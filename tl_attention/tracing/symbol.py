@@ -14,18 +14,25 @@ class Stated(Exception):
         self.kind, self.expected, self.got, self.instead = kind, expected, got, instead
 
 
-def no_value() -> Stated:
-    """Refusal of an operation that needs the value of a score or an index."""
+def no_value(of_input: bool) -> Stated:
+    """Refusal of what needs a value: of a score, an index or what follows from one; else of a captured tensor."""
+    if of_input:
+        return Stated(
+            NotImplementedError,
+            "no control flow that depends on the score or an index",
+            "if, and, or, while, .item() or a list indexed by it",
+            "use torch.where in place of if, & and | in place of and and or, a tensor in place of a list",
+        )
     return Stated(
         NotImplementedError,
-        "no control flow that depends on the score or an index",
-        "if, and, or, while, .item() or a list indexed by it",
-        "use torch.where in place of if, & and | in place of and and or, a tensor in place of a list",
+        "captured tensors whose elements it uses as tensors",
+        "one as a number, by .item(), .tolist(), if or similar",
+        "leave that out, or read the number before the call",
     )
 
 
 class Symbol(torch.Tensor):
-    """Tensor without values that a recorded function gets, on the CPU."""
+    """Tensor without values that a recorded function gets, on the CPU: Symbol(tensor of its shape and dtype)."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -33,8 +40,8 @@ class Symbol(torch.Tensor):
     def __new__(cls, stand_in: torch.Tensor) -> Symbol:
         return cls._make_wrapper_subclass(cls, stand_in.shape, dtype=stand_in.dtype, device="cpu")
 
-    def __init__(self, stand_in: torch.Tensor):
-        """stand_in: a tensor of its shape and dtype."""
+    def __init__(self, stand_in: torch.Tensor) -> None:
+        """__new__() has done all."""
 
     def __repr__(self, **_: Any) -> str:
         return f"a {self.dtype} without a value, as the function is traced"
@@ -42,4 +49,4 @@ class Symbol(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called where torch leaves the recorder out, as it reads values: torch.tensor([q_idx, kv_idx])."""
-        raise no_value()
+        raise no_value(True)

@@ -35,7 +35,7 @@ from tl_attention.tracing.captures import Captures, outside_modes
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.derivatives import Reverse
 from tl_attention.tracing.program_values import differentiable
-from tl_attention.tracing.symbol import Stated, no_value
+from tl_attention.tracing.symbol import Stated, Symbol, no_value
 from tl_attention.tracing.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ class _Recorder(TorchFunctionMode):
                 "capture torch.as_tensor(array)",
             )
         elif func in _READS:
-            raise no_value()
+            raise no_value(isinstance(args[0], Symbol))
         self.sets_grad_mode |= torch.is_inference_mode_enabled() != self._inference
         if func not in _INDEXING:
             given = *args, *(kwargs or {}).values()
@@ -233,7 +233,7 @@ def trace(
 
 
 MAX_TRACED = 1024
-_lock = threading.RLock()
+_lock = threading.RLock()  # a trace may change the default dtype, which is that of all threads
 # A process is forked between traces of other threads, which it does not have: it would wait for their end
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 # By what the functions capture, and the sizes of tensors where a function reads these

@@ -380,6 +380,8 @@ class _Operation:
         return DTYPES[torch.result_type(*stand_ins)]
 
     def value(self) -> int | CapturedTensor:
+        if "out" in self.node.kwargs:  # the tensor that it writes to would keep its value
+            raise KeyError(self.name)
         self._refuse_rounding()
         value = self._value()
         bits, signed = SMALL_INTS.get(self.torch_dtype, (32, True))

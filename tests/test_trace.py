@@ -289,6 +289,7 @@ def control_flow(score, b, h, q_idx, kv_idx):
         (lambda s, b, h, q, k: s + table[h, s], TypeError, r"integers as indices .*got torch.float32 at .*test_trace.py:\d+; round"),
         (lambda s, b, h, q, k: s + table[h, 1.5], TypeError, "expected integers as indices of a tensor, got 1.5 at"),
         (lambda s, b, h, q, k: s + table[h, q >= k], TypeError, "integers as indices .*got torch.bool at .*torch.where"),
+        (lambda s, b, h, q, k: s + table[h, bytes_of[q]], TypeError, "integers as indices .*got torch.uint8 at"),
         (lambda s, b, h, q, k: s + HELD.sparse[h, q], NotImplementedError, r"captures dense tensors .*got torch.sparse_coo.*\.to_dense"),
         (without_gradient, NotImplementedError, r"expected no torch.no_grad, torch.enable_grad or .*; call .detach\(\)"),
     ],
@@ -339,16 +340,48 @@ def test_trace_takes_values_of_numbers():
     offset.fill_(6)
     numbers = trace(lambda s, b, h, q, k: s + offset.item() * torch.tensor(3).item(), None, False).numbers
     assert numbers[-1] == 18
+    assert trace(lambda s, b, h, q, k: numpy.float64(2.5), None, False).numbers == (2.5,)
+
+
+def test_trace_takes_values_once():
+    """A value that is used twice is read once: sixty squares are sixty operations."""
+    one = torch.tensor(1.0)
+
+    def power(x):
+        for _ in range(60):
+            x = x * x
+        return x
+
+    assert trace(lambda s, b, h, q, k: s + 3 * power(one).item(), None, False).numbers == (3.0,)
+    with pytest.raises(NotImplementedError, match="expected captured tensors whose elements"):
+        trace(lambda s, b, h, q, k: s + power(one_element[0]).item(), None, False)
 
 
 @pytest.mark.parametrize("captured", [torch.tensor(5.0), torch.arange(5.0)], ids=["number", "tensor"])
-def test_trace_changes_no_captured_tensor(captured):
+@pytest.mark.parametrize("view", [lambda x: x, torch.Tensor.detach], ids=["itself", "view"])
+def test_trace_changes_no_captured_tensor(captured, view):
     before = captured.clone()
     with pytest.raises(
         NotImplementedError, match=r"expected captured tensors that it only reads, got aten.add_"
     ):
-        trace(lambda s, b, h, q, k: (captured.add_(1), s)[1], None, False)
+        trace(lambda s, b, h, q, k: (view(captured).add_(1), s)[1], None, False)
     assert torch.equal(captured, before)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.view(()), torch.Tensor.detach, lambda x: x[...]])
+def test_trace_refuses_what_a_view_changed(view):
+    def changed(score, returned, changes_view):
+        x = score * 1
+        both = x, view(x)
+        both[changes_view].add_(1)
+        return both[returned] * 2
+
+    for i in (0, 1):
+        with pytest.raises(NotImplementedError, match="^score_mod .*not changed in place through a view"):
+            trace(lambda s, b, h, q, k, i=i: changed(s, i, 1 - i), None, False)
+        call = trace(lambda s, b, h, q, k, i=i: changed(s, i, i), None, False)
+        x = scores()
+        torch.testing.assert_close(new_scores(x, call), (x + 1) * 2)
 
 
 def test_trace_runs_operations_on_ones_of_their_own():
@@ -365,8 +398,9 @@ def test_trace_refuses_an_index_of_another_call():
         return score + kept[0]
 
     trace(keeps, None, False)
-    with pytest.raises(NotImplementedError, match="expected tensors of this call"):
-        trace(keeps, None, False)
+    for function in (keeps, lambda s, b, h, q, k: kept[0]):
+        with pytest.raises(NotImplementedError, match="^score_mod .*expected tensors of this call"):
+            trace(function, None, False)
 
 
 def test_trace_shows_and_formats_an_index():
@@ -388,6 +422,15 @@ assert "torch._dynamo" not in sys.modules
 """
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+def test_trace_runs_functions_that_were_compiled_as_they_are():
+    """Without compiling them, or the recorder."""
+    compiled = []
+    function = FUNCTIONS["detached"]
+    made = torch.compile(function, backend=lambda graph, _: compiled.append(graph) or graph)
+    assert trace(made, None, True).program == trace(function, None, True).program
+    assert not compiled
 
 
 def test_trace_refuses_masks_of_scores():

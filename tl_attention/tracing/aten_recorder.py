@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,11 +58,13 @@ class Node:
     def inputs(self) -> list[Node]:
         return _nodes_in(self.args, self.kwargs)
 
+    @functools.cached_property
     def follows_from_input(self) -> bool:
         if self.target is None:
             return self.captured is None
-        return any(x.follows_from_input() for x in self.inputs())
+        return any(x.follows_from_input for x in self.inputs())
 
+    @functools.cached_property
     def value(self) -> torch.Tensor | None:
         """A copy of the value of a captured 0-d CPU tensor, and of what follows from such ones and numbers; else None."""
         x = self.captured
@@ -70,10 +73,10 @@ class Node:
             return x.clone() if is_number else None
         if self.target is None or self.stand_in.ndim or torch.Tag.nondeterministic_seeded in self.target.tags:
             return None
-        values = {node: node.value() for node in self.inputs()}
+        values = {node: node.value for node in self.inputs()}
         if any(x is None for x in values.values()):
             return None
-        return _run(self.target, self.args, self.kwargs, values.__getitem__)
+        return _run(self.target, self.args, self.kwargs, lambda node: values[node].clone())
 
 
 class AtenRecorder(TorchDispatchMode):
@@ -90,11 +93,20 @@ class AtenRecorder(TorchDispatchMode):
         self.line = ""
         # By id of the result, which the node keeps alive
         self._known: dict[int, Node] = {}
+        # By the same: all tensors that share its memory, itself among them
+        self._shared: dict[int, list[torch.Tensor]] = {}
+        # Tensors that were changed in place through another
+        self._outdated: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: a trace runs outside compiled code, and torch would import its compiler here, which takes seconds."""
+        """False: torch would import its compiler here, which takes seconds."""
         return False
+
+    @classmethod
+    def new(cls) -> AtenRecorder:
+        """A recorder that torch.compile leaves to Python where it has been imported: compiled functions may run in it."""
+        return _Uncompiled() if "torch._dynamo" in sys.modules else cls()
 
     def record(self, function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> Any:
         """Result of a function of 0-d tensors of these dtypes, which are the first nodes."""
@@ -112,6 +124,9 @@ class AtenRecorder(TorchDispatchMode):
         return node
 
     def _node_of(self, x: torch.Tensor) -> Node:
+        if id(x) in self._outdated:
+            wanted = "tensors that are not changed in place through a view or .detach() of theirs"
+            raise Stated(NotImplementedError, wanted, "one that was", "change a .clone()")
         if id(x) in self._known:
             return self._known[id(x)]
         if isinstance(x, Symbol):
@@ -144,13 +159,15 @@ class AtenRecorder(TorchDispatchMode):
         args, kwargs = _changed(args, kwargs, torch.Tensor, self.use)
         inputs = _nodes_in(args, kwargs)
         changed = [x for x, y in zip(args, func._schema.arguments, strict=False) if y.is_write]
-        if any(x.captured is not None for x in changed):
+        shared = [y for x in changed for y in self._shared.get(id(x.result), [x.result])]
+        if any(not isinstance(x, Symbol) for x in shared):
             raise Stated(
                 NotImplementedError,
                 "captured tensors that it only reads",
                 f"{func} of one",
                 "change it before the call",
             )
+        self._outdated.update(id(x) for x in shared if x is not changed[0].result)
         if func is aten.index.Tensor and (shape := _shape_of_element(*args)) is not None:
             found = _stand_in(shape, args[0].stand_in.dtype)
         else:
@@ -161,17 +178,33 @@ class AtenRecorder(TorchDispatchMode):
         operation = func, args, kwargs, self.line
         if isinstance(found, torch.Tensor):
             result = changed[0].result if changed else None
-            return self._add(_stand_in(found.shape, found.dtype), result, *operation).result
+            node = self._add(_stand_in(found.shape, found.dtype), result, *operation)
+            if func.is_view and func is not aten.lift_fresh.default:  # that starts from a tensor of its own
+                views = self._shared.setdefault(id(inputs[0].result), [inputs[0].result])
+                views.append(node.result)
+                self._shared[id(node.result)] = views
+            return node.result
         self.nodes.append(Node(None, None, *operation))
         return found
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of an operation such as .item(), which needs values."""
         args, kwargs = _changed(args, kwargs, torch.Tensor, self._node_of)
-        values = {x: x.value() for x in _nodes_in(args, kwargs)}
+        values = {x: x.value for x in _nodes_in(args, kwargs)}
         if all(value is not None for value in values.values()):
             return _run(func, args, kwargs, values.__getitem__)
-        raise no_value(any(x.follows_from_input() for x in values))
+        raise no_value(any(x.follows_from_input for x in values))
+
+
+class _Uncompiled(AtenRecorder):
+    """See AtenRecorder.new()."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, *args: Any) -> Any:
+        return super().__torch_dispatch__(*args)
 
 
 def _run(

@@ -129,7 +129,9 @@ def _check_index(tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         raise Stated(NotImplementedError, wanted, str(tensor.layout), "capture its .to_dense()")
     for i in index:
         is_tensor = isinstance(i, torch.Tensor)
-        if is_tensor and (i.is_floating_point() or i.is_complex() or (i.dtype == torch.bool and not i.ndim)):
+        # torch takes bools and uint8 for masks
+        is_mask = is_tensor and i.dtype in (torch.bool, torch.uint8) and not i.ndim
+        if is_mask or (is_tensor and (i.is_floating_point() or i.is_complex())):
             got = str(i.dtype)
         elif isinstance(i, bool | float | complex | str):
             got = repr(i)
@@ -280,7 +282,7 @@ def _trace(
 
 def _record(builder: Builder, function: _Function, arguments: list[int], differentiate: bool = False) -> int:
     """Value that a user's function returns for these arguments. differentiate: as in trace()."""
-    nodes = AtenRecorder()
+    nodes = AtenRecorder.new()
     recorder = _Recorder(nodes)
 
     def recorded(*inputs: torch.Tensor) -> Any:
@@ -298,7 +300,8 @@ def _record(builder: Builder, function: _Function, arguments: list[int], differe
         )
     builder.reads_sizes |= recorder.reads_sizes
     if isinstance(result, bool | int | float):
-        return builder.number(result, {bool: BOOL, int: INT, float: FLOAT}[type(result)])
+        kind = BOOL if isinstance(result, bool) else INT if isinstance(result, int) else FLOAT
+        return builder.number(result, kind)  # of NumPy, too, whose float64 is a float
     if not isinstance(result, torch.Tensor):
         raise TypeError(
             f"{function.name}{function.place}: expected a 0-d tensor, got {type(result).__name__}; return one value"
@@ -362,7 +365,7 @@ def _differentiate(
                 found[i] = evaluate(values[i], [found[arg] for arg in values[i].args])
         return tuple(reverse.derivatives(score, found))
 
-    nodes = AtenRecorder()
+    nodes = AtenRecorder.new()
     try:
         with torch.enable_grad(), above_autograd(), _no_search_for_nan(), _own_saved_tensors():
             outputs = nodes.record(joint, [TORCH_DTYPES[values[i].dtype] for i in inputs])
@@ -388,9 +391,11 @@ def _converted(
     outputs: Sequence[torch.Tensor],
 ) -> list[int]:
     """Values of these tensors; errors name the function."""
-    nodes = [recorder.use(x) for x in outputs]
     try:
+        nodes = [recorder.use(x) for x in outputs]
         return convert(builder, recorder.nodes, arguments, nodes)
+    except Stated as error:
+        raise _refusal(function, error) from None
     except Unsupported as error:
         raise NotImplementedError(
             f"{function.name}{function.place}: expected pointwise operations on scalars, got {error}; supported are {SUPPORTED}, and"

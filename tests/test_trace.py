@@ -29,6 +29,7 @@ signed = torch.tensor([-128, -100, -1, 0, 1, 63, 100, 127], dtype=torch.int8)
 shorts = torch.tensor([-32768, -300, -1, 0, 2, 255, 300, 32767], dtype=torch.int16)
 WINDOW = 3
 WRONG, EMPTY = torch.ones(3, dtype=torch.float64), torch.ones(0)
+BYTES = torch.ones(3).to(torch.float8_e4m3fn)
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -278,6 +279,7 @@ def control_flow(score, b, h, q_idx, kv_idx):
         (lambda s, b, h, q, k: s > 0, TypeError, "expected a score, got a bool"),
         (lambda s, b, h: s, TypeError, r"expected a function of 0-d tensors \(score, b, h, q_idx, kv_idx\)"),
         (lambda s, b, h, q, k: s + WRONG[h], TypeError, "expected captured tensors of float32"),
+        (lambda s, b, h, q, k: s + BYTES[h], TypeError, r"captured tensors of float32, .*got \(3,\) torch.float8_e4m3fn at .*; cast"),
         (lambda s, b, h, q, k: s + EMPTY[h], ValueError, "at least one element"),
         (lambda s, b, h, q, k: s.half(), NotImplementedError, r"got aten._to_copy.default that rounds to torch.float16.*test_trace.py"),
         (lambda s, b, h, q, k: s + q.bfloat16(), NotImplementedError, "rounds to torch.bfloat16.*; leave the rounding out"),

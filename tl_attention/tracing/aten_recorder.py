@@ -17,6 +17,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tl_attention.problem.program import CAPTURED_DTYPES
 from tl_attention.tracing.captures import for_later_calls, holds_values
 from tl_attention.tracing.symbol import Stated, Symbol, no_value
 
@@ -119,6 +120,10 @@ class AtenRecorder(TorchDispatchMode):
         """Node of a tensor, which is a captured one if no operation gave it."""
         node = self._node_of(x)
         if node is not self._known.get(id(x)):
+            if str(x.dtype).removeprefix("torch.") not in CAPTURED_DTYPES:
+                got = f"{tuple(x.shape)} {x.dtype}"
+                wanted = f"captured tensors of {', '.join(CAPTURED_DTYPES)}"
+                raise Stated(TypeError, wanted, got, "cast it before the call")
             self._known[id(x)] = node
             self.nodes.append(node)
         return node

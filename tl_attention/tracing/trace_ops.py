@@ -308,11 +308,6 @@ def _at(node: Node) -> str:
 
 def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
     """A tensor that the function captured, or that it made from a number."""
-    if tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"expected captured tensors of {', '.join(CAPTURED_DTYPES)}, got"
-            f" {tuple(tensor.shape)} {tensor.dtype}; cast it before the call"
-        )
     if not tensor.ndim and tensor.device.type == "cpu" and not tensor.requires_grad and holds_values(tensor):
         # A 0-d CPU tensor is a number, as everywhere in torch, unless it requires a gradient or cannot be read
         return builder.number(tensor.item(), DTYPES[tensor.dtype])

@@ -15,7 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import flash_attn_func, flash_attn_with_kvcache, kvcache_workspace_bytes, launch
+from tl_attention import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    kvcache_workspace_bytes,
+    launch,
+)
 from tl_attention.api import kvcache
 from tl_attention.compilation import building
 from tl_attention.problem.options import BATCH_INVARIANT
@@ -682,6 +688,30 @@ def test_torch_compile_has_no_graph_break(changes, device):
     torch.testing.assert_close(mine, expected)
     for x, y in zip(*((case.k_cache, case.v_cache) for case in cases), strict=True):
         assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+def test_inductor_keeps_the_offset_of_a_view_that_is_written():
+    """With sizes that are symbols, as a second size makes them, Inductor wrote to the start of the tensor behind a view."""
+    step = torch.compile(
+        lambda caches, out, q, k, v, lengths, starts: (
+            flash_attn_with_kvcache(q, *caches[1], k, v, cache_seqlens=lengths, causal=True),
+            flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 3, 3, out=out[1]),
+        ),
+        fullgraph=True,
+        backend="inductor",
+        dynamic=True,
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for rows in (24, 32):
+            caches, q = torch.randn(3, 2, 2, rows, 2, 64).half(), torch.randn(2, 3, 4, 64).half()
+            k, v = torch.randn(2, 2, 3, 2, 64).half()
+            lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([7, 20], [0, 3]))
+            out, before = torch.zeros(2, *q.shape[1:]).half(), caches.clone()
+            results = step(caches, out, q, k, v, lengths, starts)
+            expected = flash_attn_with_kvcache(q, *before[1], k, v, cache_seqlens=lengths, causal=True)
+            assert torch.equal(results[0], expected) and torch.equal(caches, before)
+            expected = flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 3, 3)
+            assert torch.equal(results[1], expected) and torch.equal(out[1], expected) and not out[0].any()
 
 
 def test_a_growing_int_length_is_traced_twice():

@@ -45,6 +45,7 @@ from tl_attention.problem.target import H200_SMS, sm_count
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.torch_ops.attend import checked_options, options_with_tensors
 from tl_attention.torch_ops.flops import forward_flops, register_flops, values_of
+from tl_attention.torch_ops.inductor import keep_storage_offsets
 from tl_attention.torch_ops.ops import check_device_or_warn, is_traced, scale_of
 
 _PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
@@ -480,6 +481,7 @@ def _(
     v_cache: torch.Tensor,
     *arguments: object,
 ):
+    keep_storage_offsets()
     *_, cos, _, _, _ = arguments
     return q.new_empty(0 if cos is None else q.shape)
 
@@ -504,6 +506,7 @@ def decode_op(
 
 @decode_op.register_fake
 def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: object):
+    keep_storage_offsets()
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads, v_cache.shape[3])
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)

@@ -25,6 +25,7 @@ from tl_attention.problem.request import Request
 from tl_attention.reference.kvcache import paged_varlen_reference
 from tl_attention.torch_ops.attend import checked_options
 from tl_attention.torch_ops.flops import call_scores, forward_flops, register_flops
+from tl_attention.torch_ops.inductor import keep_storage_offsets
 from tl_attention.torch_ops.ops import (
     are_plain,
     check_device_or_warn,
@@ -198,6 +199,7 @@ def _fake(
     out: torch.Tensor | None,
     *_: Any,
 ) -> Outputs:
+    keep_storage_offsets()
     result, lse = empty_results(q, v, heads_first=False)
     return result if out is None else q.new_empty(0), lse
 

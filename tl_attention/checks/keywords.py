@@ -36,7 +36,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 # Keyword -> what to do where the function has no name for it
 ADVICE: dict[str, str] = {
     **dict.fromkeys(
-        ("pack_gqa", "sm_margin", "scheduler_metadata", "aux_tensors", "kernel_options"),
+        ("pack_gqa", "sm_margin", "scheduler_metadata", "aux_tensors", "kernel_options", "ver", "fa_version"),
         "leave it out, it has no counterpart here",
     ),
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "leave it out, fp8 is not supported"),
@@ -73,7 +73,8 @@ ADVICE: dict[str, str] = {
         "flash_attn_with_kvcache takes it",
     ),
     "attention_chunk": "pass a mask_mod to flash_attn_func: q_idx // size == kv_idx // size",
-    "qv": "see docs/kvcache.md for latent attention",
+    **dict.fromkeys(("qv", "q_v"), "see docs/kvcache.md for latent attention"),
+    "cu_seqlens_k_new": "write new keys to their pages, then call flash_attn_varlen_func with block_table",
     **dict.fromkeys(
         ("page_table", "block_table", "block_tables"),
         "flash_attn_varlen_func and flash_attn_with_kvcache take pages, as block_table",

@@ -6,6 +6,7 @@ Unused cache entries hold NaN, unused table entries are out of range. Memory tha
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import itertools
 import math
@@ -690,8 +691,16 @@ def test_torch_compile_has_no_graph_break(changes, device):
         assert torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
-def test_inductor_keeps_the_offset_of_a_view_that_is_written():
-    """With sizes that are symbols, as a second size makes them, Inductor wrote to the start of the tensor behind a view."""
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_inductor_keeps_the_offset_of_a_view_that_is_written(compiled_before):
+    """With sizes that are symbols, as a second size makes them, Inductor wrote to the start of the tensor behind a view.
+
+    compiled_before: Inductor has compiled such a view, as of an op of another package.
+    """
+    torch._dynamo.reset()
+    if compiled_before:
+        lowering = importlib.import_module("torch._inductor.lowering")
+        lowering.make_fallback(torch.ops.aten.sym_storage_offset.default)
     step = torch.compile(
         lambda caches, out, q, k, v, lengths, starts: (
             flash_attn_with_kvcache(q, *caches[1], k, v, cache_seqlens=lengths, causal=True),

@@ -17,9 +17,13 @@ def keep_storage_offsets() -> None:
     place of the view that it got (torch 2.13 and 2.14, pytorch #198068: drop when fixed). Nothing is imported: while Inductor compiles, its
     module is there.
     """
-    lowering, op = sys.modules.get(_LOWERING), torch.ops.aten.sym_storage_offset
-    if lowering is not None and op.default not in lowering.lowerings:
+    lowering, op = sys.modules.get(_LOWERING), torch.ops.aten.sym_storage_offset.default
+    if lowering is None:
+        return
+    # A fallback, which computes the offset, is there where code with such a view was compiled before
+    if op not in lowering.lowerings or op in lowering.fallbacks:
         lowering.register_lowering(op)(_offset)
+        lowering.fallbacks.discard(op)
 
 
 def _offset(x: Any) -> Any:

@@ -584,6 +584,17 @@ def test_make_fx_records_a_captured_number(mode, qkv):
         torch.testing.assert_close(graph(*qkv, temperature), attend(*qkv, temperature))
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_keeps_no_value_that_a_function_reads(mode, qkv):
+    def attend(q, k, v, temperature):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * temperature.item())
+
+    with pytest.raises(
+        NotImplementedError, match="expected captured tensors whose elements it uses as tensors"
+    ):
+        make_fx(attend, tracing_mode=mode)(*qkv, torch.tensor(2.0))
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 @pytest.mark.parametrize("kind", ["added", "mask", "constant index"])
 def test_make_fx_records_dense_biases_and_constant_indices(kind, mode, qkv):

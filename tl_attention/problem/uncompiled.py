@@ -13,6 +13,11 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+def may_compile() -> bool:
+    """True in a process that has imported torch's compiler."""
+    return "torch._dynamo" in sys.modules
+
+
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """A function that compiled code calls without looking into it, as torch.compiler.disable makes it.
 
@@ -22,7 +27,7 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def either(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        if torch.compiler.is_compiling() or may_compile():
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

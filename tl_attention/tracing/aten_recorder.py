@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,8 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tl_attention.problem.program import CAPTURED_DTYPES
-from tl_attention.tracing.captures import for_later_calls, holds_values
+from tl_attention.problem.uncompiled import may_compile
+from tl_attention.tracing.captures import for_later_calls, is_number, is_tracing
 from tl_attention.tracing.symbol import Stated, Symbol, no_value
 
 aten = torch.ops.aten
@@ -70,8 +70,7 @@ class Node:
         """A copy of the value of a captured 0-d CPU tensor, and of what follows from such ones and numbers; else None."""
         x = self.captured
         if x is not None:
-            is_number = not x.ndim and x.device.type == "cpu" and not x.requires_grad and holds_values(x)
-            return x.clone() if is_number else None
+            return x.clone() if is_number(x) else None
         if self.target is None or self.stand_in.ndim or torch.Tag.nondeterministic_seeded in self.target.tags:
             return None
         values = {node: node.value for node in self.inputs()}
@@ -98,6 +97,8 @@ class AtenRecorder(TorchDispatchMode):
         self._shared: dict[int, list[torch.Tensor]] = {}
         # Tensors that were changed in place through another
         self._outdated: set[int] = set()
+        # A tracer of the caller, as make_fx, records calls with other values, too
+        self._reads_values = not is_tracing()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -106,8 +107,8 @@ class AtenRecorder(TorchDispatchMode):
 
     @classmethod
     def new(cls) -> AtenRecorder:
-        """A recorder that torch.compile leaves to Python where it has been imported: compiled functions may run in it."""
-        return _Uncompiled() if "torch._dynamo" in sys.modules else cls()
+        """A recorder. torch.compile leaves it to Python, where a compiled function runs in it."""
+        return _Uncompiled() if may_compile() else cls()
 
     def record(self, function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> Any:
         """Result of a function of 0-d tensors of these dtypes, which are the first nodes."""
@@ -161,10 +162,10 @@ class AtenRecorder(TorchDispatchMode):
     def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             return self._read(func, args, kwargs)
-        args, kwargs = _changed(args, kwargs, torch.Tensor, self.use)
+        args, kwargs = _mapped(args, kwargs, torch.Tensor, self.use)
         inputs = _nodes_in(args, kwargs)
-        changed = [x for x, y in zip(args, func._schema.arguments, strict=False) if y.is_write]
-        shared = [y for x in changed for y in self._shared.get(id(x.result), [x.result])]
+        written = [x for x, y in zip(args, func._schema.arguments, strict=False) if y.is_write]
+        shared = [y for x in written for y in self._shared.get(id(x.result), [x.result])]
         if any(not isinstance(x, Symbol) for x in shared):
             raise Stated(
                 NotImplementedError,
@@ -172,7 +173,7 @@ class AtenRecorder(TorchDispatchMode):
                 f"{func} of one",
                 "change it before the call",
             )
-        self._outdated.update(id(x) for x in shared if x is not changed[0].result)
+        self._outdated.update(id(x) for x in shared if x is not written[0].result)
         if func is aten.index.Tensor and (shape := _shape_of_element(*args)) is not None:
             found = _stand_in(shape, args[0].stand_in.dtype)
         else:
@@ -182,7 +183,7 @@ class AtenRecorder(TorchDispatchMode):
             found = _run(func, args, kwargs, given.__getitem__, device)
         operation = func, args, kwargs, self.line
         if isinstance(found, torch.Tensor):
-            result = changed[0].result if changed else None
+            result = written[0].result if written else None
             node = self._add(_stand_in(found.shape, found.dtype), result, *operation)
             if func.is_view and func is not aten.lift_fresh.default:  # that starts from a tensor of its own
                 views = self._shared.setdefault(id(inputs[0].result), [inputs[0].result])
@@ -194,9 +195,9 @@ class AtenRecorder(TorchDispatchMode):
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of an operation such as .item(), which needs values."""
-        args, kwargs = _changed(args, kwargs, torch.Tensor, self._node_of)
+        args, kwargs = _mapped(args, kwargs, torch.Tensor, self._node_of)
         values = {x: x.value for x in _nodes_in(args, kwargs)}
-        if all(value is not None for value in values.values()):
+        if self._reads_values and all(value is not None for value in values.values()):
             return _run(func, args, kwargs, values.__getitem__)
         raise no_value(any(x.follows_from_input for x in values))
 
@@ -220,28 +221,28 @@ def _run(
     device: torch.device | None = None,
 ) -> Any:
     """Result of an operation on tensors of nodes; device: in place of all devices among its arguments."""
-    args, kwargs = _changed(args, kwargs, Node, tensor_of)
+    args, kwargs = _mapped(args, kwargs, Node, tensor_of)
     if device is not None:
-        args, kwargs = _changed(args, kwargs, torch.device, lambda _: device)
+        args, kwargs = _mapped(args, kwargs, torch.device, lambda _: device)
     return func(*args, **kwargs)
 
 
-def _changed(
-    args: Sequence[Any], kwargs: dict[str, Any], kind: type, change: Callable[[Any], Any]
+def _mapped(
+    args: Sequence[Any], kwargs: dict[str, Any], kind: type, other: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an operation, with change(x) for each x of this kind, in lists, too."""
+    """Arguments of an operation, with other(x) for each x of this kind, in lists, too."""
 
-    def changed(x: Any) -> Any:
+    def mapped(x: Any) -> Any:
         if isinstance(x, kind):
-            return change(x)
-        return [changed(y) for y in x] if isinstance(x, list | tuple) else x
+            return other(x)
+        return [mapped(y) for y in x] if isinstance(x, list | tuple) else x
 
-    return tuple([changed(x) for x in args]), {name: changed(x) for name, x in kwargs.items()}
+    return tuple([mapped(x) for x in args]), {name: mapped(x) for name, x in kwargs.items()}
 
 
 def _nodes_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Node]:
     found: list[Node] = []
-    _changed(args, kwargs, Node, found.append)
+    _mapped(args, kwargs, Node, found.append)
     return found
 
 

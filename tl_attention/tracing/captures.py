@@ -107,7 +107,7 @@ class Captures:
         if position is None:
             position = len(self.tensors)
             self.tensors.append(x)
-        if not x.ndim and not x.requires_grad and x.device.type == "cpu" and has_values(x):
+        if is_number(x):
             self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
         else:
             self.parts.append(("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device, not x.numel()))
@@ -150,6 +150,11 @@ def is_tracing() -> bool:
     """True inside a mode of torch that traces: FakeTensorMode, that of make_fx, or that of functionalization."""
     modes = _MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+
+
+def is_number(x: torch.Tensor) -> bool:
+    """True for a captured tensor that stands for its value, as 0-d CPU tensors do everywhere in torch, and that can be read."""
+    return not x.ndim and not x.requires_grad and x.device.type == "cpu" and has_values(x)
 
 
 def has_values(x: torch.Tensor) -> bool:

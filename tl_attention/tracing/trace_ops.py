@@ -11,7 +11,7 @@ import torch
 
 from tl_attention.problem.program import BOOL, CAPTURED_DTYPES, FLOAT, INT, LEAVES, LONG, Value
 from tl_attention.tracing.aten_recorder import Node
-from tl_attention.tracing.captures import holds_values
+from tl_attention.tracing.captures import is_number
 
 # Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/scores/program_code.py has their CUDA
 FLOAT_FUNCTIONS = (
@@ -308,8 +308,7 @@ def _at(node: Node) -> str:
 
 def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
     """A tensor that the function captured, or that it made from a number."""
-    if not tensor.ndim and tensor.device.type == "cpu" and not tensor.requires_grad and holds_values(tensor):
-        # A 0-d CPU tensor is a number, as everywhere in torch, unless it requires a gradient or cannot be read
+    if is_number(tensor):
         return builder.number(tensor.item(), DTYPES[tensor.dtype])
     if not tensor.numel():
         raise ValueError(

@@ -379,6 +379,11 @@ def decode_lines(width: str, page_rows: int = 0) -> tuple[DecodeLine, ...]:
     return tuple(found)
 
 
+def items_per_sm(batch: int, heads_kv: int, sms: int) -> float:
+    """Items of a decode, key heads of all sequences, over the SMs of a GPU."""
+    return batch * heads_kv / sms
+
+
 def lines_of_rows(width: str, rows: int, page_rows: int = 0) -> tuple[DecodeLine, ...]:
     """Those of decode_lines() that serve so many rows, for some number of items."""
     lines = decode_lines(width, page_rows)
@@ -393,7 +398,7 @@ def decode_line(
     Args:
         rows: queries x query heads per key head.
         page_rows: rows that a copy of keys from a page has; 0 without pages.
-        items_per_sm: key heads of all sequences, over the SMs of the GPU.
+        items_per_sm: see items_per_sm(); infinite where the config may not depend on the batch.
     """
     lines = lines_of_rows(problem.width, rows, page_rows)
     return next(line for line in lines if items_per_sm <= line.items_per_sm)

@@ -134,8 +134,8 @@ class DecodePlan:
         rows_per_copy = page_rows(page_size) if paged else 0
         sms = sm_count(self.device)
         # Calls with batch_invariant have one config, whatever the batch
-        items_per_sm = math.inf if options.batch_invariant else batch * heads_kv / sms
-        config = configs.decode_config(problem, rows, rows_per_copy, items_per_sm)
+        items = math.inf if options.batch_invariant else configs.items_per_sm(batch, heads_kv, sms)
+        config = configs.decode_config(problem, rows, rows_per_copy, items)
         if options.batch_invariant and not config.v_in_k:
             shared = tuple(name for name in options.names if name in OPTIONS)
             forward = AttnProblem.of(problem.dtype, head_dim, self.head_dim_v, False, options=shared)

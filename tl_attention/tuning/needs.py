@@ -82,6 +82,6 @@ def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool, gpu: str | None
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
     pages = page_rows(shape.options.page) if shape.options.page else 0
-    items_per_sm = shape.batch * shape.heads_kv / gpus.resolve(gpu or gpu_name()).sms
-    config = configs.decode_config(problem, rows, pages, items_per_sm)
+    items = configs.items_per_sm(shape.batch, shape.heads_kv, gpus.resolve(gpu or gpu_name()).sms)
+    config = configs.decode_config(problem, rows, pages, items)
     return [*config.kernels(problem), append_kernel(dtype)]

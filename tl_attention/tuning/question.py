@@ -178,10 +178,8 @@ def parse(words: Sequence[str]) -> Question:
 
 def _checked_value(name: str, value: str) -> float:
     """Value of an option, checked as calls do."""
-    from tl_attention.checks.common import (
-        expect_dropout,
-        expect_softcap,
-    )  # here, as help of the command has no torch
+    # Here, as help of the command has no torch
+    from tl_attention.checks.common import expect_dropout, expect_softcap
 
     try:
         number = float(value)
@@ -485,7 +483,7 @@ def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
     if {"heads", "heads_kv"} <= sizes.keys():
         rows = [sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]]
         if "batch" in sizes and not question.batch_invariant:
-            items_per_sm = [sizes["batch"] * sizes["heads_kv"] / gpu.sms]
+            items_per_sm = [configs.items_per_sm(sizes["batch"], sizes["heads_kv"], gpu.sms)]
     asked = itertools.product(rows, items_per_sm)
     served = dict.fromkeys((number, configs.decode_line(problem, number, pages, n)) for number, n in asked)
     grid = configs.data_dir() / "grid.toml"

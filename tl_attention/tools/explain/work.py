@@ -111,7 +111,8 @@ def _decode(shape: Shape, dtype: str, gpu: Gpu) -> Work:
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
     pages = page_rows(shape.options.page) if shape.options.page else 0
-    line = configs.decode_line(problem, rows, pages, shape.batch * shape.heads_kv / gpu.sms)
+    items = configs.items_per_sm(shape.batch, shape.heads_kv, gpu.sms)
+    line = configs.decode_line(problem, rows, pages, items)
     config = line.config
     width = shape.head_dim + shape.head_dim_v
     # Where the values are the first columns of the keys they are read once

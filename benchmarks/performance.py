@@ -59,7 +59,8 @@ LETTERS = (
 INTRODUCTION = f"""{TITLE}
 
 {GENERATED} A mean is geometric, of our speed over that of a library; in brackets
-the worst problem. Below 1 the library is faster. [benchmarking.md](benchmarking.md) describes the method.
+the worst problem, then the number of problems of a library that did not run all. Below 1 the library is faster.
+[benchmarking.md](benchmarking.md) describes the method.
 {LETTERS}"""
 TABLES_INTRODUCTION = f"""# All results
 
@@ -471,7 +472,10 @@ def speed_block(folder: Path) -> str:
     table = markdown_table([text, *(titles[name] for name in names)], lines)
     picture = f"![{PLOT_TEXT}]({PLOT.relative_to(ROOT).as_posix()})"
     losses = f"Problems in which one of these is faster: {'; '.join(lost) or 'none'}. [All rows](docs/performance.md)."
-    means = "Geometric mean, in brackets the worst problem; below 1 the other one is faster."
+    means = (
+        "Geometric mean, in brackets the worst problem, then the number of problems of a library that did not run all; below 1 the"
+        " other one is faster."
+    )
     return "\n\n".join([picture, caption(folder, runs), table, f"{means} {losses}"])
 
 

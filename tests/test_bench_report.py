@@ -290,7 +290,7 @@ PICTURES = {summary.MEANS: "![means]", ("fwd", "main"): "![fwd]"}
 def test_bench_summary_page_shows_means_lengths_and_every_lost_row() -> None:
     runs = {("fwd", "main"): ROWS}
     text = summary.section("H", "tables.md", runs, {"fwd": {SHORT: "memory"}}, PICTURES, with_grids=True)
-    assert "| Forward | 1.50x (1.12) | 0.90x (0.90) | 1.01x | 1 of 2 |" in text
+    assert "| Forward | 1.50x (1.12) | 0.90x (0.90), 1 of 2 | 1.01x | 1 of 2 |" in text
     assert "| Forward, H16 d128 full, 16k tokens | 137 (**0.90**) | 275 (1.12) |" in text
     assert "| Forward | B16 H16 S1024 d128 full 0.90 cudnn | memory |" in text
     assert "No library is faster" not in text

@@ -585,6 +585,19 @@ def test_make_fx_records_a_captured_number(mode, qkv):
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_sees_a_number_that_changed(mode, qkv):
+    temperature = torch.tensor(2.0)
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * temperature)
+
+    for value in (2.0, 3.0):
+        temperature.fill_(value)
+        graph = make_fx(attend, tracing_mode=mode, _allow_non_fake_inputs=True)(*qkv)
+        torch.testing.assert_close(graph(*qkv), attend(*qkv))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_keeps_no_value_that_a_function_reads(mode, qkv):
     def attend(q, k, v, temperature):
         return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * temperature.item())

@@ -108,7 +108,9 @@ class Captures:
             position = len(self.tensors)
             self.tensors.append(x)
         if is_number(x):
-            self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
+            self.parts.append(
+                ("number", x.dtype, repr(number_of(x)))
+            )  # its value becomes a number of the call
         else:
             self.parts.append(("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device, not x.numel()))
 
@@ -154,7 +156,13 @@ def is_tracing() -> bool:
 
 def is_number(x: torch.Tensor) -> bool:
     """True for a captured tensor that stands for its value, as 0-d CPU tensors do everywhere in torch, and that can be read."""
-    return not x.ndim and not x.requires_grad and x.device.type == "cpu" and has_values(x)
+    return not x.ndim and not x.requires_grad and x.device.type == "cpu" and holds_values(x)
+
+
+def number_of(x: torch.Tensor) -> float | int | bool:
+    """Value of a tensor that is_number(), which FakeTensorMode would not read."""
+    with _disable_current_modes() if is_tracing() else contextlib.nullcontext():
+        return x.item()
 
 
 def has_values(x: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from tl_attention.problem.program import BOOL, CAPTURED_DTYPES, FLOAT, INT, LEAVES, LONG, Value
 from tl_attention.tracing.aten_recorder import Node
-from tl_attention.tracing.captures import is_number
+from tl_attention.tracing.captures import is_number, number_of
 
 # Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/scores/program_code.py has their CUDA
 FLOAT_FUNCTIONS = (
@@ -309,7 +309,7 @@ def _at(node: Node) -> str:
 def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
     """A tensor that the function captured, or that it made from a number."""
     if is_number(tensor):
-        return builder.number(tensor.item(), DTYPES[tensor.dtype])
+        return builder.number(number_of(tensor), DTYPES[tensor.dtype])
     if not tensor.numel():
         raise ValueError(
             f"expected captured tensors with at least one element, got shape {tuple(tensor.shape)}"

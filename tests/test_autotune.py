@@ -17,7 +17,7 @@ import pytest
 from fork_server import start_fork_server
 from rich.console import Console
 
-from tl_attention.compilation import cubin, sandbox
+from tl_attention.compilation import cubin, manifest, sandbox
 from tl_attention.compilation.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.config import catalog, configs
 from tl_attention.config.buckets import buckets
@@ -204,6 +204,16 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
         return attempts, configs.read_tuned(tmp_path / "table.json"), lines, printed.getvalue()
 
     return run
+
+
+def test_spills_of_a_kernel_that_ships_are_no_fault(monkeypatch):
+    spilling = dataclasses.replace(GOOD, spill_bytes=432)
+    monkeypatch.setitem(manifest.KNOWN_SPILLS, manifest.kernel_name(PROBLEM, SPILLS), 432)
+    attempt = Attempt(SPILLS)
+    attempt.add_reports({(PROBLEM, SPILLS): spilling})
+    assert attempt.fate == "not reached" and not attempt.why
+    attempt.add_reports({(PROBLEM, SPILLS): dataclasses.replace(spilling, spill_bytes=436)})
+    assert (attempt.fate, attempt.why) == ("faulty", f"{PROBLEM} {SPILLS}: 436 bytes of spills")
 
 
 def test_tune_survives_bad_candidates(run_tune):

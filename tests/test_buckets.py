@@ -26,7 +26,9 @@ def test_buckets_are_named_once_and_timed(direction):
         (100, 1000, FEW_BUCKET, "few"),
         (100, 1000, None, "256"),
         (100, 1025, None, "4k"),
-        (150, 1000, None, "1k"),
+        (150, 1000, None, "fit-192"),
+        (450, 1000, None, "1k"),
+        (729, 1025, None, "4k"),
         (9000, 4097, None, "long"),
     ],
 )

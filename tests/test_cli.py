@@ -448,7 +448,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     lines = run_config(capsys, "d64", "dropout", "--pass", "fwd", "bwd")
     heads = [line.partition(" on ")[0] for line in lines if " on " in line]
     assert heads == [
-        "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
+        "fwd bf16 d64 full dropout 1k, 4k, long, short, 256, fit-192",
         "fwd bf16 d64 full dropout split",
         "bwd bf16 d64 full dropout 1k, 4k, long, tile, tile192, 1k-shared, 4k-shared, long-shared",
     ]

@@ -47,7 +47,7 @@ TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 
 D192_128 = AttnProblem("bfloat16", 192, 128, False)
 D256 = AttnProblem("bfloat16", 256, 256, True)
-ROW_BUCKETS = "short", "256", "tile", "tile192"  # some classes have no line for them
+ROW_BUCKETS = "short", "256", "fit-192", "tile", "tile192"  # some classes have no line for them
 CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in catalog.problems(direction)]
 
 

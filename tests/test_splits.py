@@ -30,13 +30,16 @@ def test_key_splits_are_few_with_two_blocks_each_and_save_time():
 def test_fwd_bucket_follows_from_the_shape():
     assert fwd_bucket(1, 8, 128, 16384, COSTS) == "split"
     assert fwd_bucket(1, 8, 1, 16384, COSTS) == "split"
-    assert fwd_bucket(1, 8, 129, 512, COSTS) == "1k"
+    assert fwd_bucket(1, 8, 401, 512, COSTS) == "1k"
     assert fwd_bucket(8, 16, 59, 64, COSTS) == "short"
     for seqlen_q in (65, 128, 193, 256):
         assert fwd_bucket(8, 16, seqlen_q, 64, COSTS) == fwd_bucket(8, 16, seqlen_q, 1024, COSTS) == "256"
         assert fwd_bucket(8, 16, seqlen_q, 1025, COSTS) == "4k"
-    for seqlen_q in (64, 129, 192, 257):
+    for seqlen_q in (64, 401, 512, 577, 640, 881, 896, 961, 1024):
         assert fwd_bucket(8, 16, seqlen_q, 65, COSTS) == "1k"
+    for seqlen_q in (129, 192, 257, 400, 513, 576, 641, 880, 897, 960):
+        assert fwd_bucket(8, 16, seqlen_q, 65, COSTS) == fwd_bucket(8, 16, seqlen_q, 1024, COSTS) == "fit-192"
+        assert fwd_bucket(8, 16, seqlen_q, 1025, COSTS) == "4k"
     assert fwd_bucket(4, 16, 4096, 4096, COSTS) == "4k"
     assert fwd_bucket(1, 128, 128, 16384, COSTS) == "long"
     assert fwd_bucket(1, 128, 128, 16384, costs_of(sms=2 * SMS)) == "split"
@@ -57,7 +60,7 @@ def test_fwd_bucket_follows_from_the_shape():
         ((1, 24, 1500, 1500), ("few", "4k")),
         ((1, 40, 1024, 1024), ("few", "1k")),
         ((1, 33, 3000, 3000), ("4k", "4k")),  # six tiles per SM
-        ((1, 16, 700, 700), ("1k", "1k")),  # too short
+        ((1, 16, 700, 700), ("fit-192", "fit-192")),  # too short
         ((1, 20, 1024, 8192), ("few", "few")),  # a chunk of a prompt
         ((1, 1, 8192, 8192), ("few", "few")),
         ((1, 8, 128, 16384), ("split", "split")),  # 16 pieces per tile take a CTA long to merge

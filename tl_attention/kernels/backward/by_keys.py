@@ -31,7 +31,7 @@ from tl_attention.kernels.backward.load import KeyTileProducer
 from tl_attention.kernels.backward.passes import KeyPass
 from tl_attention.kernels.backward.product_orders import step_body_of
 from tl_attention.kernels.backward.smem import alloc_dv, alloc_key_rings, alloc_smem_tiles
-from tl_attention.kernels.backward.step import Elements, KeyStep, Launch
+from tl_attention.kernels.backward.step import Cta, Elements, KeyStep
 from tl_attention.kernels.backward.store import store_gradients
 from tl_attention.kernels.cuda import source
 from tl_attention.kernels.fp32.input_terms import MAKE_TERMS, InputArguments, InputTerms
@@ -107,16 +107,16 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     input_types = InputArguments.of(batch, seqlen_q, heads, config.makes_terms)
 
     @T.macro
-    def differentiate(w, number, turn, first_step, tile, blocks, launch):
+    def differentiate(w, number, turn, first_step, tile, blocks, cta):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile.
 
         number: of the tile, if it is the CTA's only one. turn: number of the tile in its CTA. first_step: its first step, as steps are
             counted through all tiles of a CTA.
         """
-        smem, softmax_scale = launch.smem, launch.softmax_scale
+        smem, softmax_scale = cta.smem, cta.softmax_scale
         key = tile.first_key + 64 * w
-        scores = key_pass.scores(launch.options, softmax_scale, smem.staged)
-        dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
+        scores = key_pass.scores(cta.options, softmax_scale, smem.staged)
+        dropout = Dropout(problem, cta.options, block_M, rows_are_keys=True)
         relative = key_pass.shares_dS and (varlen or config.dq_apart)
         mask = key_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
         # softmax_scale * log2(e). A scale of 0 is replaced, as -inf * 0 is NaN
@@ -125,7 +125,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if not key_pass.shares_dS:  # into a uniform register, of which passes with dQ have none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
         elements = Elements(scores, dropout, mask, scale_log2)
-        step = KeyStep(key_pass, w, key, turn, first_step, tile, blocks, elements, launch, name="step")
+        step = KeyStep(key_pass, w, key, turn, first_step, tile, blocks, elements, cta, name="step")
 
         step.wait_for_keys()
         begin = first_step  # first step of this warpgroup: a causal mask may hide its 64 keys from the first queries
@@ -151,34 +151,34 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             smem.tile_box.read_tile(turn, tile)
             smem.tile_box.release(turn)
         else:
-            tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
+            tile.start(T.shfl_sync(number, 0), cta.counts, blocks)
         key = tile.first_key + 64 * w
-        store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
+        store_gradients(key_pass, w, key, tile, cta, dropout, step.dk_chunks, step.dv_chunks)
         if persistent and not key_pass.frees_V_early:
             # dV leaves through the tile of V. The wait costs nothing, as the next keys arrive later
             wait_for_stores()
             smem.V.release(step.key_step)
 
     @T.macro
-    def consume(w, number, tile_order, launch):
+    def consume(w, number, tile_order, cta):
         """Compute the tiles of a CTA, in warpgroup w: 64 keys of each."""
-        smem = launch.smem
+        smem = cta.smem
         tile = key_tiles.KeyTile(tile_order, block_N, stream_k=config.is_stream_k)
-        blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
+        blocks = query_blocks(problem, cta.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if persistent:
             fill_bias_columns(w, smem.bias_columns, consumers)
             smem.tile_box.each_posted(
                 tile,
                 blocks,
-                lambda turn, first_step: differentiate(w, number, turn, first_step, tile, blocks, launch),
+                lambda turn, first_step: differentiate(w, number, turn, first_step, tile, blocks, cta),
             )
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:
-            tile.start(number, launch.counts, blocks)
+            tile.start(number, cta.counts, blocks)
             fill_bias_columns(w, smem.bias_columns, consumers)
             if tile.exists:
-                differentiate(w, number, 0, 0, tile, blocks, launch)
+                differentiate(w, number, 0, 0, tile, blocks, cta)
 
     @T.prim_func
     def flash_bwd_kernel(
@@ -245,13 +245,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dK_partials=FragmentBlocks(dK_parts, key_tiles.partial_blocks(config, counts)),
                 dV_partials=FragmentBlocks(dV_parts, key_tiles.partial_blocks(config, counts)),
             )
-            launch = Launch(counts, tiles, smem, options, softmax_scale, heads)
+            cta = Cta(counts, tiles, smem, options, softmax_scale, heads)
             producer = KeyTileProducer(
                 problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, smem, options, Tickets
             )
             roles.run(
                 lambda: producer.produce(number),
-                lambda w: consume(w, number, tile_order, launch),
+                lambda w: consume(w, number, tile_order, cta),
                 apart=lambda: add_dq(producer),
                 **further_warps(producer, number),
             )

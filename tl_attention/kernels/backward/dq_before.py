@@ -98,13 +98,13 @@ class DqBefore:
         before: StepBefore,
         bias_gradient: BiasGradient,
         first: Any,
-        launch: Any,
+        cta: Any,
     ):
         config = key_pass.config
         self.config, self.w, self.before, self.first = config, w, before, first
         self.pieces = dq_pieces(config.block_M, key_pass.problem.head_dim, config.warpgroups)[w]
         self.acc_dq, self.last, self.bias_gradient = acc_dq, last, bias_gradient
-        self.smem = launch.smem
+        self.smem = cta.smem
 
     @T.inline
     def start(self, step):

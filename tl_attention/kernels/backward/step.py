@@ -26,7 +26,7 @@ from tl_attention.kernels.seams.split_tile import split_tile
 
 
 @dataclass(frozen=True)
-class Launch:
+class Cta:
     """Arguments and memory of a CTA, for all its key tiles.
 
     Args:
@@ -74,17 +74,17 @@ class KeyStep:
         tile: Any,
         blocks: Any,
         elements: Elements,
-        launch: Launch,
+        cta: Cta,
         name: str = "step",
     ):
         self.key_pass, self.w, self.key, self.turn, self.first = key_pass, w, key, turn, first
         self.problem, self.config = problem, config = key_pass.problem, key_pass.config
-        self.tile, self.blocks, self.tiles, self.smem = tile, blocks, launch.tiles, launch.smem
-        self.heads, self.softmax_scale = launch.heads, launch.softmax_scale
+        self.tile, self.blocks, self.tiles, self.smem = tile, blocks, cta.tiles, cta.smem
+        self.heads, self.softmax_scale = cta.heads, cta.softmax_scale
         self.scores, self.dropout, self.mask = elements.scores, elements.dropout, elements.mask
         self.scale_log2, self.products = elements.scale_log2, problem.products
         # Ring that the last product of a step reads
-        self.last_read = launch.smem.Q if key_pass.makes_dk else launch.smem.dO
+        self.last_read = cta.smem.Q if key_pass.makes_dk else cta.smem.dO
         self.steps_before = 0 if problem.program is None else first  # steps of other tiles
         # Sums of diagonals are added beside the next S', but not in steps of 64 queries: 6.26 ms in place of 5.81 (d128, H200, 2026-11-23)
         self.adds_learned_late = config.block_M == 128
@@ -119,10 +119,10 @@ class KeyStep:
         self.lse_log2 = T.alloc_fragment([block_M], "float32")
         self.before = StepBefore(config, counted=config.is_persistent and key_pass.shares_dS, name="before")
         sends_dS = key_pass.shares_dS and problem.sends_dS
-        self.bias_gradient = BiasGradient(sends_dS, self.scores.traced, launch.smem.dS, w, key, name="dbias")
+        self.bias_gradient = BiasGradient(sends_dS, self.scores.traced, cta.smem.dS, w, key, name="dbias")
         # Where this thread writes dS'
-        self.dS_address = T.alloc_var("int32", init=launch.smem.dS.address(w)) if config.order else None
-        self.dq = DqBefore(key_pass, w, acc_dq, last_dq, self.before, self.bias_gradient, first, launch)
+        self.dS_address = T.alloc_var("int32", init=cta.smem.dS.address(w)) if config.order else None
+        self.dq = DqBefore(key_pass, w, acc_dq, last_dq, self.before, self.bias_gradient, first, cta)
 
     @property
     def P_operands(self) -> tuple:

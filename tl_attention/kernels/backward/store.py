@@ -43,7 +43,7 @@ def store_gradients(
     w,
     key,
     tile,
-    launch,
+    cta,
     dropout,
     dk_chunks,
     dv_chunks,
@@ -57,9 +57,9 @@ def store_gradients(
     """
     problem, config = key_pass.problem, key_pass.config
     makes_dk, makes_dv = key_pass.makes_dk, key_pass.makes_dv
-    counts, tiles, smem = launch.counts, launch.tiles, launch.smem
+    counts, tiles, smem = cta.counts, cta.tiles, cta.smem
     # TileLang 0.1.15 names the kernel argument after the variable that was bound to it last
-    softmax_scale = launch.softmax_scale
+    softmax_scale = cta.softmax_scale
     if makes_dk:
         scale(dk_chunks, softmax_scale)
     if makes_dv:

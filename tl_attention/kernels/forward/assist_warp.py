@@ -15,7 +15,7 @@ from tl_attention.problem.attn_problem import AttnProblem
 
 @dataclass(frozen=True)
 class Followed:
-    """Arguments of a kernel that this warp needs. launch: kernel.Launch."""
+    """Arguments of a kernel that this warp needs. cta: kernel.Cta."""
 
     problem: AttnProblem
     config: FwdConfig
@@ -23,7 +23,7 @@ class Followed:
     splits: Any
     first_tile: Any
     order: TileOrder
-    launch: Any
+    cta: Any
 
 
 def loop_over(config: FwdConfig, first: int, steps: Any) -> Any:
@@ -35,9 +35,9 @@ def loop_over(config: FwdConfig, first: int, steps: Any) -> Any:
 
 @T.macro
 def load_values(followed, first_step, tile, blocks):
-    launch = followed.launch
+    cta = followed.cta
     for step in loop_over(followed.config, 0, blocks.steps):
-        launch.tiles.load_v(launch.smem.V, first_step + step, tile, blocks, step)
+        cta.tiles.load_v(cta.smem.V, first_step + step, tile, blocks, step)
 
 
 @T.macro
@@ -45,10 +45,10 @@ def produce_values(followed):
     """Load V of the tiles that the producer posts, or of the CTA's only tile."""
     config = followed.config
     tile = Tile(followed.order, loads_keys=True)
-    mask = Mask.of(followed.problem, followed.launch.options, tile, *followed.lengths)
+    mask = Mask.of(followed.problem, followed.cta.options, tile, *followed.lengths)
     blocks = KeyBlocks(mask, config.block_M, config.block_N, config.split, overlap=config.hold_max)
     if config.schedule != "grid":
-        followed.launch.smem.tile_box.each_posted(
+        followed.cta.smem.tile_box.each_posted(
             tile, blocks, lambda _, first_step: load_values(followed, first_step, tile, blocks)
         )
     else:

@@ -64,7 +64,7 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 
 
 @dataclass(frozen=True)
-class Launch:
+class Cta:
     """Arguments and shared memory of a CTA, for all its tiles.
 
     lse_unit: ln 2 for a natural lse, 1 for base 2.
@@ -174,24 +174,22 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             last = blocks.steps - 1
             tiles.load_v(smem.V, first_step + last, tile, blocks, last)
 
-    def assist(first_tile, ctas, order, launch):
+    def assist(first_tile, ctas, order, cta):
         """Function that the warps beside the producer run; None: they have no work."""
-        followed = assist_warp.Followed(
-            problem, config, (seqlen_q, seqlen_k), splits, first_tile, order, launch
-        )
+        followed = assist_warp.Followed(problem, config, (seqlen_q, seqlen_k), splits, first_tile, order, cta)
         if two_producers:
             return lambda: assist_warp.produce_values(followed)
         if makes_terms:
-            return lambda: launch.smem.inputs.make_share(first_tile, ctas)
+            return lambda: cta.smem.inputs.make_share(first_tile, ctas)
         return None
 
     @T.macro
-    def produce(first_tile, order, ctas, tickets, launch):
+    def produce(first_tile, order, ctas, tickets, cta):
         """Load the tiles of a CTA, in the producer warp."""
-        tiles, smem = launch.tiles, launch.smem
+        tiles, smem = cta.tiles, cta.smem
         tile = Tile(order, loads_keys=True)
-        mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
-        blocks = blocks_of(launch.options, mask, tile)
+        mask = Mask.of(problem, cta.options, tile, seqlen_q, seqlen_k)
+        blocks = blocks_of(cta.options, mask, tile)
         if persistent:
             stream = stream_of(config, smem, first_tile, order, ctas, tickets, seqlen_k, blocks)
             if shares_tiles:
@@ -226,9 +224,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         multiply(products, smem.Q.terms_of(q_step), smem.K.terms_of(step), acc_s, **q_kt)
 
     @T.macro
-    def attend(w, tile, turn, first_step, blocks, launch):
+    def attend(w, tile, turn, first_step, blocks, cta):
         """Compute O and Lse of 64 queries of a tile, and store them."""
-        tiles, smem, softmax_scale = launch.tiles, launch.smem, launch.softmax_scale
+        tiles, smem, softmax_scale = cta.tiles, cta.smem, cta.softmax_scale
         # Not 0: the row max is updated in each step, as the tile is computed a second time or is a piece
         recomputes = smem.overflows.recomputes(turn) if hold_max else None
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
@@ -240,8 +238,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if terms > 1 else (acc_o,)
         output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
-        scores = ForwardScores(problem, config, launch.options, softmax_scale, smem)
-        dropout = Dropout(problem, launch.options, block_N)
+        scores = ForwardScores(problem, config, cta.options, softmax_scale, smem)
+        dropout = Dropout(problem, cta.options, block_N)
         scale_log2 = scores.scale_log2
         # Steps that hold the row max add P to the sums of all steps, without a sum of the block. Causal d64 at 4k 517 -> 505 us; d128 is
         # not faster with it (bf16, H200, 2026-11-27)
@@ -327,13 +325,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.free_after_steps(q_step, smem.Q)
         row_max.check(turn)
         # Lse of a piece is in base 2: SharedPieces.merge() applies the unit
-        softmax.finish(lse, 1.0 if shares_tiles else launch.lse_unit, scores.sink(tile))
+        softmax.finish(lse, 1.0 if shares_tiles else cta.lse_unit, scores.sink(tile))
         query = tiles.first_query(tile, block_M) + slots.first_row(w)
         if results.lse_is_final:
             tiles.store_lse(lse, tile, query)
         if config.max_logits:
             softmax.finish_largest()
-            launch.max_tiles.store_lse(softmax.largest, tile, query)
+            cta.max_tiles.store_lse(softmax.largest, tile, query)
         output.finish(P_terms, smem.V, first_step + last)
         smem.V.release(first_step + last)
         hidden_last.release(w, smem.K, smem.V, ping_pong, first_step + blocks.steps)
@@ -342,20 +340,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             dropout.scale_kept(output.chunks[n])
 
         row_max.wait_for_first_result()
-        results.store(w, q_step, tile, query, blocks, launch, output.chunks, lse)
+        results.store(w, q_step, tile, query, blocks, cta, output.chunks, lse)
 
     @T.macro
-    def consume(w, first_tile, order, launch):
+    def consume(w, first_tile, order, cta):
         """Compute the tiles of a CTA, in warpgroup w: 64 queries of each."""
-        tiles, smem = launch.tiles, launch.smem
+        tiles, smem = cta.tiles, cta.smem
         tile = Tile(order)
-        mask = Mask.of(problem, launch.options, tile, seqlen_q, seqlen_k)
-        blocks = blocks_of(launch.options, mask, tile)
+        mask = Mask.of(problem, cta.options, tile, seqlen_q, seqlen_k)
+        blocks = blocks_of(cta.options, mask, tile)
         ping_pong.start(w)
         fill_bias_columns(w, smem.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
             smem.tile_box.each_posted(
-                tile, blocks, lambda turn, first_step: attend(w, tile, turn, first_step, blocks, launch)
+                tile, blocks, lambda turn, first_step: attend(w, tile, turn, first_step, blocks, cta)
             )
         else:
             tile.locate(first_tile)
@@ -364,7 +362,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)
-                attend(w, tile, 0, 0, blocks, launch)
+                attend(w, tile, 0, 0, blocks, cta)
         wait_for_stores()
 
     @T.prim_func
@@ -417,11 +415,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             loads = paged_loads(problem, config, K, V, pages)
             tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, terms, *loads)
             max_tiles = replace(tiles, Lse=maxima.MaxLogits) if config.max_logits else None
-            launch = Launch(tiles, smem, options, softmax_scale, lse_unit, max_tiles)
+            cta = Cta(tiles, smem, options, softmax_scale, lse_unit, max_tiles)
             roles.run(
-                lambda: produce(first_tile, order, ctas, Tickets, launch),
-                lambda w: consume(w, first_tile, order, launch),
-                assist(first_tile, ctas, order, launch),
+                lambda: produce(first_tile, order, ctas, Tickets, cta),
+                lambda w: consume(w, first_tile, order, cta),
+                assist(first_tile, ctas, order, cta),
                 assist_warps=MAKERS if makes_terms else 1,
             )
 

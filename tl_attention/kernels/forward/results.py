@@ -62,14 +62,14 @@ class Results:
     MaxLogits: Any = None
 
     @T.inline
-    def store(self, w, q_step, tile, query, blocks, launch, chunks, lse):
+    def store(self, w, q_step, tile, query, blocks, cta, chunks, lse):
         """Store O of 64 queries, and Lse unless it has been stored."""
-        tiles, smem, slots = launch.tiles, launch.smem, self.slots
+        tiles, smem, slots = cta.tiles, cta.smem, self.slots
         if self.shares:
             if blocks.partners[0] < 0:  # another CTA merges this piece
                 smem.pieces.store(blocks.rank[0], w, chunks[0], lse)
                 slots.free_after_piece(q_step, smem.Q)
-            smem.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, launch.lse_unit)
+            smem.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, cta.lse_unit)
         if self.is_stored_here(blocks):
             if self.from_registers:
                 tiles.store_result(chunks, lse, tile, query)

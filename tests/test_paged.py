@@ -319,6 +319,13 @@ ERRORS = {
         {"q": zeros(5, 4, 264), "k": zeros(8, 16, 2, 264), "v": zeros(8, 16, 2, 264)}, NotImplementedError,
         r"q, k, v: expected a head_dim of at most 256",
     ),
+    "large-odd-head-dim": (
+        {"q": zeros(5, 4, 300), "k": zeros(8, 16, 2, 300), "v": zeros(8, 16, 2, 300)}, NotImplementedError,
+        r"q, k, v: expected a head_dim of at most 256",
+    ),
+    "wide-values": (
+        {"v": zeros(8, 16, 2, 128)}, NotImplementedError, r"v: expected a head_dim of at most that of q and k, 64, got 128.*; allocate",
+    ),
     "strides": (
         {"k": zeros(8, 16, 2, 68)[..., :64], "v": zeros(8, 16, 2, 68)[..., :64]}, ValueError,
         r"k: expected strides that are positive multiples of 8, as a cache is never copied",

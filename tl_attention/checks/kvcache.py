@@ -100,13 +100,6 @@ def check_cache(
     lengths = (q.shape[1], rows) if block_table is None else None
     expect_heads_divide("k_cache, v_cache", heads, heads_kv, SEQLEN_FIRST, lengths)
     expect_head_dims("q, k_cache", "v_cache", head_dim, head_dim_v)
-    if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
-        wanted, wanted_v = (-(-n // ALIGNMENT) * ALIGNMENT for n in (head_dim, head_dim_v))
-        raise ValueError(
-            f"q, k_cache, v_cache: expected head dims that are multiples of {ALIGNMENT}, got {head_dim} for q, k_cache and {head_dim_v} for"
-            f" v_cache; a cache is never copied: allocate caches {wanted} and {wanted_v} wide, pad q, new k and new v with zeros to these"
-            f" widths, pass softmax_scale={head_dim} ** -0.5 and slice out[..., :{head_dim_v}]"
-        )
     if (head_dim, head_dim_v) == LATENT:
         if v_cache.stride() != k_cache.stride():
             raise NotImplementedError(_SEPARATE_LATENTS)
@@ -117,7 +110,15 @@ def check_cache(
         )
     elif head_dim_v > head_dim:
         raise NotImplementedError(
-            f"v_cache: expected a head_dim of at most that of q and k_cache, {head_dim}, got {head_dim_v}, which is not supported"
+            f"v_cache: expected a head_dim of at most that of q and k_cache, {head_dim}, got {head_dim_v}, which is not supported; allocate"
+            f" k_cache as wide as v_cache, pad q and new k with zeros to this width and pass softmax_scale={head_dim} ** -0.5"
+        )
+    elif head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
+        wanted, wanted_v = (-(-n // ALIGNMENT) * ALIGNMENT for n in (head_dim, head_dim_v))
+        raise ValueError(
+            f"q, k_cache, v_cache: expected head dims that are multiples of {ALIGNMENT}, got {head_dim} for q, k_cache and {head_dim_v} for"
+            f" v_cache; a cache is never copied: allocate caches {wanted} and {wanted_v} wide, pad q, new k and new v with zeros to these"
+            f" widths, pass softmax_scale={head_dim} ** -0.5 and slice out[..., :{head_dim_v}]"
         )
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_page_strides(name, x)

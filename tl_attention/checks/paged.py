@@ -67,15 +67,19 @@ def check_paged(
         raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k.shape[3]}")
     expect_heads_divide("k, v", heads, k.shape[2], PACKED)
     expect_head_dims("q, k", "v", head_dim, head_dim_v)
+    if head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"q, k, v: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim} and {head_dim_v}, which are not supported; {WIDER}"
+        )
+    if head_dim_v > head_dim:
+        raise NotImplementedError(
+            f"v: expected a head_dim of at most that of q and k, {head_dim}, got {head_dim_v}, which is not supported; allocate pages of k"
+            f" as wide as those of v, pad q with zeros and pass softmax_scale={head_dim} ** -0.5"
+        )
     if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
         raise ValueError(
             f"q, k, v: expected head dims that are multiples of {ALIGNMENT}, as pages are never copied, got {head_dim} for q, k and"
             f" {head_dim_v} for v; allocate wider pages, pad q with zeros and pass softmax_scale explicitly"
-        )
-    if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim:
-        raise NotImplementedError(
-            f"q, k, v: expected a head_dim of at most {MAX_HEAD_DIM}, and at most that of q and k for v, got {head_dim} and {head_dim_v},"
-            f" which are not supported; {WIDER}"
         )
     expect_boundaries("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_k is None and seqused_k is None:

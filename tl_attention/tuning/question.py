@@ -173,6 +173,9 @@ def parse(words: Sequence[str]) -> Question:
         raise ValueError(
             f"bucket: expected a bucket or seqlen_k, which chooses it, got {question.bucket} and {given['seqlen_k']}"
         )
+    heads, heads_kv = (question.sizes.get(name, 0) for name in ("heads", "heads_kv"))
+    if heads and heads_kv and heads % heads_kv:
+        raise ValueError(f"heads_kv: expected a divisor of heads, {heads}, got {given['heads_kv']}")
     return question
 
 
@@ -414,6 +417,23 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
         raise ValueError(
             f"head dims: expected at most those of one of the kernels of {direction}, {known}, got {got}{wide}"
         )
+    if direction == DECODE:
+        _check_cache_widths(head_dim, head_dim_v)
+
+
+def _check_cache_widths(head_dim: int, head_dim_v: int) -> None:
+    """Raise ValueError for head dims that flash_attn_with_kvcache refuses."""
+    from tl_attention.checks.kvcache import ALIGNMENT, LATENT
+
+    got = width_words(head_dim, head_dim_v)
+    if head_dim > MAX_HEAD_DIM and (head_dim, head_dim_v) != LATENT:
+        raise ValueError(
+            f"head dims: expected at most d{MAX_HEAD_DIM}, or {width_words(*LATENT)}, for decode, got {got}"
+        )
+    if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT or head_dim_v > head_dim:
+        raise ValueError(
+            f"head dims: expected multiples of {ALIGNMENT} for decode, as a cache is never copied, and values no wider than keys, got {got}"
+        )
 
 
 def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu) -> Sequence[str]:
@@ -464,6 +484,14 @@ def _with_window(question: Question, problem: AttnProblem, found: Sequence[str])
     return list(dict.fromkeys(window_bucket(bucket, problem.options, n) for bucket in found for n in keys))
 
 
+def _check_page_size(sizes: dict[str, int]) -> None:
+    """Raise ValueError for a page_size that flash_attn_with_kvcache refuses."""
+    from tl_attention.checks.kvcache import PAGE_STEP
+
+    if sizes.get("page_size", 0) % PAGE_STEP:
+        raise ValueError(f"page_size: expected a multiple of {PAGE_STEP}, got page_size={sizes['page_size']}")
+
+
 def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
     check_head_dims(*question.head_dims, DECODE, question.dtype)
     if others := [option for option in question.options if option not in DECODE_OPTIONS]:
@@ -475,6 +503,7 @@ def _answer_decode(question: Question, gpu: Gpu) -> Iterator[Answer]:
     if question.bucket:
         raise ValueError(f"bucket: expected none for decode, which is not tuned, got {question.bucket}")
     problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes
+    _check_page_size(sizes)
     pages = page_rows(sizes["page_size"]) if "page_size" in sizes else 0
     rows: Sequence[int] = (configs.DECODE_ROWS, configs.DECODE_ROWS + 1)
     items_per_sm = [line.items_per_sm for line in configs.decode_lines(problem.width, pages)]

@@ -351,8 +351,23 @@ def test_forward_mode_refuses_it_by_name():
     def attend(q):
         return flash_attn_func(q, k, v, return_max_logits=True)[0]
 
-    with pytest.raises(NotImplementedError, match="^return_max_logits: expected False in a forward-mode"):
+    with pytest.raises(
+        NotImplementedError, match="^return_max_logits: expected False in a forward-mode.* of q.detach"
+    ):
         torch.func.jvp(attend, (q,), (q,))
+
+
+def test_a_call_of_detached_tensors_has_it_in_forward_mode():
+    """As the error of a call inside asks; torch.no_grad() leaves tangents as they are."""
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+
+    def attend(q):
+        own = q.detach()
+        return flash_attn_func(q, q, q), flash_attn_func(own, own, own, return_max_logits=True)[1]
+
+    (_, largest), (moved, along) = torch.func.jvp(attend, (q,), (q,))
+    assert torch.equal(largest, flash_attn_func(q, q, q, return_max_logits=True)[1])
+    assert moved.any() and not along.any()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

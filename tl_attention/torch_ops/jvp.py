@@ -94,8 +94,8 @@ def push_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple[
 def refuse_max_logits(inputs: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
     """Refuse the tangents of the inputs of the forward op with max_logits."""
     raise NotImplementedError(
-        "return_max_logits: expected False in a forward-mode derivative, got True; compute max_logits in a call of its own, under"
-        " torch.no_grad()"
+        "return_max_logits: expected False in a forward-mode derivative, got True; compute max_logits in a call of its own, of"
+        " q.detach(), k.detach() and v.detach()"
     )
 
 

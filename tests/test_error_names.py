@@ -433,6 +433,22 @@ COMPILED = {
 }
 
 
+def test_unknown_keywords_name_no_function_of_other_sequences_or_of_one_gpu():
+    """Packed sequences do not go to flash_attn_func, nor a sequence of several ranks to a call of one GPU."""
+    for call in (
+        lambda **x: varlen_qkv(ROWS_QKV, Q, 1, **x),
+        lambda **x: varlen_kv(ROWS, ROWS_KV, Q, Q, 1, 1, **x),
+    ):
+        with pytest.raises(TypeError, match="'num_splits'; flash_attn_varlen_func takes it$"):
+            call(num_splits=2)
+    for name, hint in {
+        "num_splits": "each call of a rank",
+        "batch_invariant": "as the number of ranks",
+    }.items():
+        with pytest.raises(TypeError, match=f"'{name}'; leave it out, {hint}"):
+            distributed.attention(Q, Q, Q, **{name: 1})
+
+
 @pytest.mark.parametrize(("call", "text"), COMPILED.values(), ids=COMPILED)
 def test_compiled_calls_name_the_argument(call, text):
     torch._dynamo.reset()

@@ -103,9 +103,17 @@ ADVICE: dict[str, str] = {
 }
 # Function -> keyword -> what to do, where that of ADVICE is another function
 ADVICE_OF: dict[str, dict[str, str]] = {
-    "attention": dict.fromkeys(
-        ("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out, cu_seqlens has the lengths"
-    ),
+    "attention": {
+        **dict.fromkeys(
+            ("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "leave it out, cu_seqlens has the lengths"
+        ),
+        "num_splits": "leave it out, each call of a rank chooses it",
+        "batch_invariant": "leave it out, as the number of ranks decides the order of sums; flash_attn_func takes it, on one GPU",
+    },
+    **{
+        key: {"num_splits": "flash_attn_varlen_func takes it"}
+        for key in ("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
+    },
 }
 
 

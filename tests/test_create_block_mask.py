@@ -458,6 +458,25 @@ def test_block_mask_picture_as_text():
     assert lines[3] == "██▒" + "·" * 47
 
 
+def test_block_mask_picture_of_lists_for_all_batch_entries_and_of_each():
+    """Partial and full lists of a mask may differ in their batch entries and heads; 1 is for all."""
+    each = (
+        torch.tensor([[[1, 1]], [[0, 1]]]).int(),
+        torch.tensor([[[[0, 1], [1, 0]]]]).int().expand(2, 1, 2, 2),
+    )
+    shared = torch.tensor([[[0, 1]]]).int(), torch.tensor([[[[0, 1], [0, 1]]]]).int()
+    for partial, full, last in ((each, shared, ["··", "█▒"]), (shared, each, ["··", "▒█"])):
+        mask = BlockMask.from_kv_blocks(*partial, *full, mask_mod=causal, seq_lengths=(256, 256))
+        assert mask_picture.picture(mask, batch=1).split("\n")[1:] == last
+        with pytest.raises(ValueError, match="^batch: expected 0 to 1, got 2"):
+            mask_picture.picture(mask, batch=2)
+
+
+@pytest.mark.parametrize("lengths", [(0, 129), (129, 0), (0, 0)], ids=str)
+def test_block_mask_picture_without_blocks_has_no_signs(lengths):
+    assert "\n" not in mask_picture.picture(block_masks.causal(*lengths, device="cpu"))
+
+
 @pytest.mark.parametrize("lengths", [(0, 129), (129, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("separate", [True, False])
 def test_block_mask_without_queries_or_keys(lengths, separate):

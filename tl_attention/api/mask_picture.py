@@ -37,12 +37,14 @@ def block_states(block_mask: BlockMask, batch: int = 0, head: int = 0) -> torch.
         raise ValueError(
             f"block_mask: expected lists [batch, heads, rows], got kv_num_blocks of shape {tuple(shape)}"
         )
-    for name, x, size in (("batch", batch, shape[0]), ("head", head, shape[1])):
-        check_count(name, x, 0, size - 1)
+    lists = [getattr(block_mask, name) for name in LISTS]
+    # Each list has the batch entries and heads of the mask, or one for all of them
+    for dim, (name, number) in enumerate((("batch", batch), ("head", head))):
+        sizes = [x.shape[dim] for x in lists if x is not None]
+        check_count(name, number, 0, next((n for n in sizes if n != 1), 1) - 1)
+        lists = [None if x is None else x.narrow(dim, number if x.shape[dim] > 1 else 0, 1) for x in lists]
     key_blocks = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
-    lists = (getattr(block_mask, name) for name in LISTS)
-    one = (None if x is None else x[batch : batch + 1, head : head + 1].cpu() for x in lists)
-    return states_of_lists(*one, key_blocks)[0, 0].to(torch.uint8)
+    return states_of_lists(*(None if x is None else x.cpu() for x in lists), key_blocks)[0, 0].to(torch.uint8)
 
 
 def picture(block_mask: BlockMask, batch: int = 0, head: int = 0) -> str:
@@ -58,7 +60,7 @@ def picture(block_mask: BlockMask, batch: int = 0, head: int = 0) -> str:
     lines = [_summary(block_mask, states)]
     if step > 1:
         lines[0] += f"; a sign is {step} x {step} blocks"
-    for rows in states.split(step):
+    for rows in states.split(step) if states.numel() else ():
         signs = ""
         for part in rows.split(step, 1):
             found = part.unique().tolist()

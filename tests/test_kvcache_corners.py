@@ -91,6 +91,35 @@ def test_queries_are_rotated_without_new_keys(length, moves, device):
     assert not torch.equal(found, q)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_of_a_negative_length_are_not_rotated_without_new_keys(interleaved, device):
+    """Lengths on a GPU are not checked, and an index in front of a table wraps, or ends the CUDA context."""
+    q = torch.randn(3, 2, 4, 64, dtype=BF16, device=device)
+    cos, sin = (torch.rand(32, 16, dtype=BF16, device=device) for _ in range(2))
+    lengths = torch.tensor([-1, -100, 5], dtype=torch.int32, device=device)
+    found = kvcache._rotated(q, lengths, cos, sin, interleaved, False)
+    assert torch.equal(found[:2], q[:2]) and not torch.equal(found[2], q[2])
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_queries_of_a_cache_without_rows_are_not_rotated(pages, traced, device):
+    """A table of no position has none to read; compiled code runs an op, which returns no argument of its own."""
+    given = arguments(device, 2, pages=pages)
+    for name in ("k", "v"):
+        given[name] = given[name][:, :0]
+    for name in ("rotary_cos", "rotary_sin"):
+        given[name] = given[name][:0]
+    if pages:
+        given["block_table"] = given["block_table"][:, :0]
+    else:
+        given |= {name: given[name].expand(2, -1, -1, -1)[:, :0] for name in ("k_cache", "v_cache")}
+    given["cache_seqlens"].zero_()
+    call = torch.compile(flash_attn_with_kvcache, backend="eager") if traced else flash_attn_with_kvcache
+    out, lse = call(**given)
+    assert out.shape == given["q"].shape and not out.any() and lse.isneginf().all()
+
+
 def test_no_kernel_is_asked_to_append_no_keys(monkeypatch):
     q, k, cos = (
         torch.randn(2, 3, 2, 64).bfloat16(),

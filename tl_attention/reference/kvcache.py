@@ -135,13 +135,15 @@ def rotary_reference(
         cos, sin: [positions, rotary_dim / 2].
         interleaved: pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2).
     Returns:
-        The rotated x, in the dtype of x. A row at a position past the table is not rotated.
+        The rotated x, in the dtype of x. A row at a position outside the table is not rotated.
     """
+    if not cos.shape[0]:
+        return x.clone()  # each position is outside the table, which has no row to read
     with torch.autocast(x.device.type, enabled=False):  # as in kvcache_reference
-        half, last = cos.shape[1], max(cos.shape[0] - 1, 0)
-        outside = (positions > last)[:, :, None, None]
+        half, last = cos.shape[1], cos.shape[0] - 1
+        outside = ((positions < 0) | (positions > last))[:, :, None, None]
         cos, sin = (
-            y.float()[positions.clamp(max=last)][:, :, None].masked_fill(outside, fill)
+            y.float()[positions.clamp(0, last)][:, :, None].masked_fill(outside, fill)
             for y, fill in ((cos, 1), (sin, 0))
         )  # [batch, rows, 1, rotary_dim / 2]
         columns, rest = x[..., : 2 * half].float(), x[..., 2 * half :]

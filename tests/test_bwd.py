@@ -86,7 +86,7 @@ def check_launch(
     layout = "bhsd" if heads_first else "bshd"
     out, lse = forward(q, k, v, softmax_scale, causal, lse_base2, layout)
     wholes, grads = zip(*(poisoned(*x.shape, dtype=x.dtype, layout=layout) for x in (q, k, v)), strict=True)
-    plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, config)
+    plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, config=config)
     poison_free_memory()
     plan(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, None, None, *grads)
     for name, whole, grad in zip(("dq", "dk", "dv"), wholes, grads, strict=True):
@@ -435,7 +435,22 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_chunks(with_dlse, mo
 
     class Plan:
         def __init__(
-            self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config, options, partial
+            self,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            dq,
+            dk,
+            dv,
+            causal,
+            heads_first,
+            deterministic,
+            options,
+            traced,
+            partial,
+            config,
         ):
             batches.append(len(q))
             assert all(len(x) == len(q) for x in (dout, out, dq, dk, dv))

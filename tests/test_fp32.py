@@ -403,7 +403,7 @@ def test_fp32_writes_nothing_outside_its_outputs(head_dim):
     whole_out, out = poisoned(2, 77, 3, head_dim, dtype=torch.float32)
     whole_lse, lse = poisoned(2, 3, 77, dtype=torch.float32)
     options = Options(parts=3)
-    plan = launch.fwd.FwdPlan(q, k, v, out, False, False, None, options)
+    plan = launch.fwd.FwdPlan(q, k, v, out, False, False, options)
     plan(q, k, v, head_dim**-0.5, False, options, out=out, lse=lse)
     assert guard_is_untouched(whole_out, out) and guard_is_untouched(whole_lse, lse)
     check("highest", "out", out, exact(q, k, v)[0], attention_reference(q, k, v)[0], efficient(q, k, v))

@@ -44,7 +44,7 @@ def check_launch(q, k, v, scale, causal, lse_base2=False, out_layout="bshd", con
     batch, seqlen_q, heads, _ = q.shape
     whole_out, out = poisoned(batch, seqlen_q, heads, v.shape[3], dtype=q.dtype, layout=out_layout)
     whole_lse, lse = poisoned(batch, heads, seqlen_q, dtype=torch.float32)
-    plan = launch.fwd.FwdPlan(q, k, v, out, causal, False, config)
+    plan = launch.fwd.FwdPlan(q, k, v, out, causal, False, config=config)
     plan(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, lse_base2, out=out, lse=lse)
     assert guard_is_untouched(whole_out, out), "out: written outside its bounds"
     assert guard_is_untouched(whole_lse, lse), "lse: written outside its bounds"

@@ -205,12 +205,12 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
         case.softmax_scale,
         case.causal,
     )
-    forward = launch.fwd.FwdPlan(q, k, v, out, causal, False, config, options)
+    forward = launch.fwd.FwdPlan(q, k, v, out, causal, False, options, config=config)
     forward(q, k, v, scale, False, options, out=out, lse=lse)
     assert forward.combine is not None or case.num_splits < 2
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
     dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)
-    plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, options)
+    plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, options)
     found = plan(dout, q, k, v, out, lse, scale, False, dlse, options, None, *grads)
 
     case.poison(0.0)
@@ -348,7 +348,7 @@ FEW_TILES = {"heads": 2, "heads_kv": 1, "lengths_q": (128, 60), "lengths_k": (90
 def test_packed_sequences_of_few_tiles_are_split(names):
     causal = "window" not in names
     case = Case(128, 128, causal, tuple(names.split()), **FEW_TILES, window=(5000, 0))
-    key = case.q, case.k, case.v, case.q, case.causal, False, None, case.options
+    key = case.q, case.k, case.v, case.q, case.causal, False, case.options
     assert launch.fwd.FwdPlan(*key).combine is not None
     check(case)
 

@@ -280,15 +280,16 @@ class AttentionTrial(Trial):
         turned = self.heads_first and not self.packed
         q, k, v = self._heads_first(self.q, self.k, self.v)
         layout = self.scale, self.problem.causal, False, turned
+        given = {"config": self.config, "options": self.options}
         if not self.backward:
             if self.block_table is not None:
                 k, v = self.pages
-            given = *layout, self.config, self.options, self.block_table
-            return launch.forward(q, k, v, *given, max_logits=self.max_logits)
+            given |= {"block_table": self.block_table, "max_logits": self.max_logits}
+            return launch.forward(q, k, v, *layout, **given)
         dout, out = self._heads_first(self.dout, self.out)
         deterministic = self.call_class.kind == "bwd_det"
-        given = *layout, deterministic, self.dlse, self.config, self.options
-        return tuple(launch.backward(dout, q, k, v, out, self.lse, *given).values())[:3]
+        inputs = dout, q, k, v, out, self.lse
+        return tuple(launch.backward(*inputs, *layout, deterministic, self.dlse, **given).values())[:3]
 
     def repeats(self, outputs: Outputs) -> Sequence[torch.Tensor]:
         if self.backward:
@@ -645,12 +646,11 @@ class BlockMaskTrial(Trial):
 
     def run(self) -> Outputs:
         tensors, layout = (self.q, self.k, self.v), (self.scale, False, False, True)
+        given = {"config": self.config, "traced": self.traced}
         if not self.backward:
-            return launch.forward(*tensors, *layout, self.config, traced=self.traced)
-        given = *layout, self.call_class.kind == "bwd_det", self.dlse, self.config
-        return tuple(
-            launch.backward(self.dout, *tensors, self.out, self.lse, *given, traced=self.traced).values()
-        )[:3]
+            return launch.forward(*tensors, *layout, **given)
+        inputs, deterministic = (self.dout, *tensors, self.out, self.lse), self.call_class.kind == "bwd_det"
+        return tuple(launch.backward(*inputs, *layout, deterministic, self.dlse, **given).values())[:3]
 
     def repeats(self, outputs: Outputs) -> Sequence[torch.Tensor]:
         return outputs if not self.backward or self.config.deterministic else outputs[1:]

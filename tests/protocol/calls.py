@@ -171,15 +171,14 @@ def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
         return lambda: launch.forward(q, k, v, *layout, out=others[0], lse=others[1])
     if kind.direction in (FORWARD, PAGED):
         max_logits = getattr(kind.config, "max_logits", False)
-        given = *layout, kind.config, options, table
-        return lambda: launch.forward(q, k, v, *given, traced=traced(), max_logits=max_logits)
+        given = {"options": options, "block_table": table, "max_logits": max_logits, "config": kind.config}
+        return lambda: launch.forward(q, k, v, *layout, traced=traced(), **given)
     out = tensor(rows[0], draw.heads, widths[1])
     lse = torch.zeros(*outer, draw.heads, rows[0])
     deterministic = kind.direction == DETERMINISTIC
-    given = *layout, deterministic, None, kind.config, options
-    partial = kind.function == "partial"
+    given = {"options": options, "partial": kind.function == "partial", "config": kind.config}
     return lambda: tuple(
-        launch.backward(out, q, k, v, out, lse, *given, traced=traced(), partial=partial).values()
+        launch.backward(out, q, k, v, out, lse, *layout, deterministic, traced=traced(), **given).values()
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,9 +51,9 @@ class BwdPlan:
     Args:
         dout, q, k, v, out, dq, dk, dv: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed
             sequences [total, heads, head_dim]. On the current device, none of them empty.
-        config: used instead of the tuned row or default.
         options, traced: those of the first call; later calls may have other values.
         partial: dq, dk and dv are fp32, of inputs that are not; not with traced.
+        config: used instead of the tuned row or default.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class BwdPlan:
         causal: bool,
         heads_first: bool,
         deterministic: bool,
-        config: BwdConfig | None = None,
         options: Options | None = None,
         traced: Call | None = None,
         partial: bool = False,
+        config: BwdConfig | None = None,
     ):
         self.packed = options is not None and options.varlen
         self.device = q.device.index
@@ -345,11 +346,12 @@ def backward(
     heads_first: bool = False,
     deterministic: bool = False,
     dlse: torch.Tensor | None = None,
-    config: BwdConfig | None = None,
+    *,
     options: Options | None = None,
     traced: Call | None = None,
     dq: torch.Tensor | None = None,
     partial: bool = False,
+    config: BwdConfig | None = None,
 ) -> NamedGradients:
     """Launch the backward on tensors that have passed checks/, on a Hopper GPU.
 
@@ -358,9 +360,9 @@ def backward(
             [total, heads, head_dim]. out and lse as the forward returned them.
         lse, dlse: [batch, heads, seqlen_q] or [heads, total_q], fp32; dlse is the gradient with respect to lse.
         deterministic: bitwise equal gradients from run to run.
-        config: used instead of the tuned row or default.
         dq: tensor to write to, in the layout of q, with strides and an address that TMA takes; None: a new contiguous one.
         partial: dq, dk and dv are fp32, to be added to those of other calls; not with traced.
+        config: used instead of the tuned row or default.
     Returns:
         gradients by name: q, k, v, shaped as these, in their dtype or fp32, those of k and v contiguous; with a sink: sink, [heads], in its
             dtype; and by its number one per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
@@ -379,12 +381,13 @@ def backward(
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, dq)
-    asked = softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
+    asked = softmax_scale, causal, lse_base2, heads_first, deterministic, dlse
+    others = {"options": options, "traced": traced, "partial": partial, "config": config}
     if has_odd_columns(q, v):
-        return _backward_of_padded(tensors, asked, dq, partial)
+        return _backward_of_padded(tensors, asked, others, dq)
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return backward(*tensors, *asked, dq, partial)
+            return backward(*tensors, *asked, dq=dq, **others)
     grads = tuple(
         empty(*dense(x.shape, torch.float32 if partial else x.dtype)) if grad is None else grad
         for x, grad in ((q, dq), (k, None), (v, None))
@@ -392,28 +395,29 @@ def backward(
     if not q.numel() or not k.numel() or has_no_sequences(options):
         return _backward_of_empty(q, lse, lse_base2, grads, dlse, options, traced)
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
-        plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced, partial)
+        plan = BwdPlan(*tensors[:5], *grads, *layout, options, traced, partial, config)
         if config is None:
             plan_cache.keep(key, plan)
         return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, *grads)
     if options is not None:
         check_dropout_batch(options.dropout_p, q.shape[0], MAX_BATCH)
     return _backward_in_chunks(
-        (*tensors, *grads), softmax_scale, lse_base2, layout, dlse, config, options, partial
+        (*tensors, *grads), softmax_scale, lse_base2, layout, dlse, options, partial, config
     )
 
 
 def _backward_of_padded(
-    tensors: tuple[torch.Tensor, ...], asked: tuple, dq: torch.Tensor | None, partial: bool
+    tensors: tuple[torch.Tensor, ...], asked: tuple, others: dict[str, Any], dq: torch.Tensor | None
 ) -> NamedGradients:
     """Gradients of inputs whose head dims TMA cannot address, from copies with more columns.
 
     Args:
         tensors: dout, q, k, v, out, lse.
-        asked: the arguments of backward between them and dq.
+        asked: the arguments of backward from softmax_scale to dlse.
+        others: those by keyword but dq.
     """
     *inputs, lse = tensors
-    grads = backward(*pad_columns(*inputs), lse, *asked, partial=partial)
+    grads = backward(*pad_columns(*inputs), lse, *asked, **others)
     for name, x in zip("qkv", inputs[1:4], strict=True):
         grads[name] = cut_columns(grads[name], x.shape[-1])
     if dq is not None:
@@ -450,9 +454,9 @@ def _backward_in_chunks(
     lse_base2: bool,
     layout: tuple[bool, bool, bool],
     dlse: torch.Tensor | None,
-    config: BwdConfig | None,
     options: Options | None,
     partial: bool,
+    config: BwdConfig | None,
 ) -> NamedGradients:
     """Gradients of a batch above MAX_BATCH, a chunk of it per launch.
 
@@ -467,7 +471,7 @@ def _backward_in_chunks(
         chunk_dlse = None if dlse is None else dlse[first : first + MAX_BATCH]
         chunk_options = None if options is None else options.for_batch(first, MAX_BATCH)
         (*inputs, lse), outputs = chunk[:6], chunk[6:]
-        plan = BwdPlan(*inputs, *outputs, *layout, config, chunk_options, partial=partial)
+        plan = BwdPlan(*inputs, *outputs, *layout, chunk_options, None, partial, config)
         result = plan(*inputs, lse, softmax_scale, lse_base2, chunk_dlse, chunk_options, None, *outputs)
         if sink is not None:
             dsink += result["sink"]

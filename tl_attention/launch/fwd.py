@@ -151,11 +151,11 @@ class FwdPlan:
     Args:
         q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. On the current device, none of them empty.
-        config: used instead of the tuned row or default.
         options, traced: those of the first call; later calls may have other values.
         block_table: [batch, pages per sequence]; k and v are then [pages, page_size, heads_kv, head_dim].
         added: out and lse hold the result of other keys; see `lse` of forward().
         max_logits: the largest score of each query is stored, too.
+        config: used instead of the tuned row or default.
     """
 
     def __init__(
@@ -166,12 +166,12 @@ class FwdPlan:
         out: torch.Tensor,
         causal: bool,
         heads_first: bool,
-        config: FwdConfig | None = None,
         options: Options | None = None,
         block_table: torch.Tensor | None = None,
         traced: Call | None = None,
         added: bool = False,
         max_logits: bool = False,
+        config: FwdConfig | None = None,
     ):
         self.packed = options is not None and options.varlen
         self.device, self.added, self.max_logits = q.device.index, added, max_logits
@@ -447,7 +447,7 @@ def fwd_plan(
     if out is None:
         out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
     added = lse is not None
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added, max_logits)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, options, block_table, traced, added, max_logits, config)
     if config is None:
         plan_cache.keep(key, plan)
     return plan
@@ -471,21 +471,21 @@ def forward(
     causal: bool,
     lse_base2: bool,
     heads_first: bool = False,
-    config: FwdConfig | None = None,
+    *,
     options: Options | None = None,
     block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     traced: Call | None = None,
-    deterministic: bool = False,
     lse: torch.Tensor | None = None,
     max_logits: bool = False,
+    deterministic: bool = False,
+    config: FwdConfig | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the forward on tensors that have passed checks/, on a Hopper GPU.
 
     Args:
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. They are copied if a head dim is no multiple of 8.
-        config: used instead of the tuned row or default.
         block_table: int32 [batch, pages per sequence], for packed sequences with seqused_k: k and v are then [pages, page_size,
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
         out: tensor to write to, in the layout of q, with strides and an address that TMA takes, contiguous for packed sequences.
@@ -493,8 +493,9 @@ def forward(
         traced: score_mod and mask_mod; not with causal or options.
         lse: log-sum-exp over other keys, base 2, whose output is in `out`, fp32. Both are overwritten by the result over all keys. Only
             their last stride must be 1. Rows of out whose lse is -inf may hold anything. Not with a sink, pages, traced or fp32 tensors.
-        deterministic: whether a later backward is. If q, k or v requires a gradient, its kernels start to be built.
         max_logits: return the largest score of each query, too. Keys are not split. Not with lse.
+        deterministic: whether a later backward is. If q, k or v requires a gradient, its kernels start to be built.
+        config: used instead of the tuned row or default.
     Returns:
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows of packed sequences between seqused and the
         next sequence are undefined. With max_logits also these, in the shape of lse, natural, -inf for rows without keys and those of no
@@ -508,11 +509,12 @@ def forward(
     if plan is not None:
         return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
     if has_odd_columns(q, v):
-        layout = softmax_scale, causal, lse_base2, heads_first, config, options
-        others = {"traced": traced, "deterministic": deterministic, "max_logits": max_logits}
+        asked = softmax_scale, causal, lse_base2, heads_first
+        others = {"options": options, "traced": traced, "max_logits": max_logits}
+        others |= {"deterministic": deterministic, "config": config}
         if lse is not None:  # the kernel stores as many columns as out has
-            return forward(*pad_columns(q, k, v), *layout, out=out, lse=lse, **others)
-        padded, *numbers = forward(*pad_columns(q, k, v), *layout, **others)
+            return forward(*pad_columns(q, k, v), *asked, out=out, lse=lse, **others)
+        padded, *numbers = forward(*pad_columns(q, k, v), *asked, **others)
         result = cut_columns(padded, v.shape[-1])
         if out is None:
             return result, *numbers

@@ -223,6 +223,28 @@ def test_torch_masks_leave_other_calls_to_pytorch(changes):
     assert found is theirs and len(seen[-1][1]) == 15
 
 
+MISMATCHES = {
+    "values of another length": ({"value": (1, 2, 5, 8)}, "^value: expected the heads and seqlen of key, 2 and 6, got 2 and 5;"),
+    "more values": ({"value": (1, 2, 7, 8)}, "^value: expected the heads and seqlen of key, 2 and 6, got 2 and 7;"),
+    "keys of another head_dim": ({"key": (1, 2, 6, 16)}, "^key: expected the head_dim of query, 8, got 16;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [None, False, True], ids=["mask", "full", "causal"])
+@pytest.mark.parametrize("shapes, text", MISMATCHES.values(), ids=MISMATCHES)
+def test_torch_masks_refuse_shapes_that_do_not_fit(shapes, text, causal, monkeypatch):
+    """PyTorch sends such calls to its ops, and kernels take the sizes of one tensor for both."""
+    monkeypatch.setattr(torch_masks, "_forward", refused)
+    tensors = [
+        torch.zeros(shapes.get(name, (1, 2, rows, 8))).bfloat16()
+        for name, rows in (("query", 3), ("key", 6), ("value", 6))
+    ]
+    mask = torch.zeros(1, 1, 3, 6) if causal is None else None
+    for forward in (torch_masks.efficient_forward, torch_masks.cudnn_forward):
+        with pytest.raises(ValueError, match=text):
+            forward(refused, None, *tensors, mask, True, 0.0, bool(causal))
+
+
 @pytest.mark.parametrize(
     "function",
     [

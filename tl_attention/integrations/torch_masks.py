@@ -18,8 +18,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from tl_attention import launch
-from tl_attention.checks.common import FWD_DTYPES
+from tl_attention.checks.common import FWD_DTYPES, check_shapes
 from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
+from tl_attention.checks.transforms import Renaming
 from tl_attention.integrations import torch_unmasked
 from tl_attention.integrations.torch_modes import MODES
 from tl_attention.problem.options import MAX_SCALE, options_of_terms
@@ -35,6 +36,7 @@ OURS = 0x746C5F61  # seed of a forward of this package, by which its backward kn
 # Of that seed in its memory in CUDA graph capture: at a multiple of 16 bytes, as compiled code assumes
 PLACE = 2
 SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
+_NAMES = Renaming({"q": "query", "k": "key", "v": "value"})
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
 
@@ -277,14 +279,17 @@ def _served(
     """(out, lse) by the kernels, None for a call that they do not serve or whose caller prefers `backend`.
 
     Raises:
+        ValueError: shapes of query, key and value that do not fit, which PyTorch does not check before.
         NotImplementedError: PyTorch's kernel would compute what has to be batch_invariant.
     """
     call = query, key, value, attn_bias, dropout_p, causal
     if not preferred(backend):
         return None
     if torch_unmasked.serves(*call, scale):
+        _check_lengths(query, key, value)
         return torch_unmasked.forward(query, key, value, causal, scale)
     if serves(*call, scale):
+        _check_lengths(query, key, value)
         return _forward(query, key, value, attn_bias, scale)
     if MODES.is_invariant and query.numel() and key.numel():  # without keys nothing depends on the batch
         mask = "no attn_mask" if attn_bias is None else f"attn_mask {list(attn_bias.shape)} {attn_bias.dtype}"
@@ -294,6 +299,16 @@ def _served(
             " SDPBackend"
         )
     return None
+
+
+def _check_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse a key without a value, and another head_dim of key: kernels take the sizes of one tensor for both."""
+    if key.shape[2] == value.shape[2] and key.shape[3] == query.shape[3]:
+        return
+    try:
+        check_shapes(query, key, value, 1, 2)
+    except ValueError as error:
+        raise _NAMES.of(error) from None
 
 
 def _call(bias: torch.Tensor, differentiate: bool) -> Call:

@@ -12,6 +12,7 @@ import torch
 from tl_attention.problem.program import BOOL, CAPTURED_DTYPES, FLOAT, INT, LEAVES, LONG, Value
 from tl_attention.tracing.aten_recorder import Node
 from tl_attention.tracing.captures import is_number, number_of
+from tl_attention.tracing.symbol import Stated
 
 # Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/scores/program_code.py has their CUDA
 FLOAT_FUNCTIONS = (
@@ -553,8 +554,26 @@ class _Operation:
             if name == "pow" and y in (0, 1):
                 return first if y else self.builder.constant(1, self.dtype)
         if name == "pow" and self.dtype != FLOAT:
-            raise KeyError("pow of ints")
+            return self._power(first, y)
         return self.builder.op(name, self.dtype, first, second)
+
+    def _power(self, base: int, exponent: Any) -> int:
+        """A power of ints by products, which wrap as those of torch. exponent: of at least 2."""
+        if isinstance(exponent, Node):
+            raise Stated(
+                NotImplementedError,
+                "powers of ints whose exponent is a Python int",
+                f"{self.node.target} with an exponent in a tensor{_at(self.node)}",
+                "make the base a float, as 2.0 ** x",
+            )
+        result = None
+        while exponent:
+            if exponent & 1:
+                result = base if result is None else self.builder.op("mul", self.dtype, result, base)
+            exponent >>= 1
+            if exponent:
+                base = self.builder.op("mul", self.dtype, base, base)
+        return result
 
     def _composed(self, name: str, x: Any, low: Any = None, high: Any = None, **kwargs: Any) -> int:
         build, dtype = self.builder.op, self.dtype

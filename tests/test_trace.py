@@ -268,6 +268,8 @@ def control_flow(score, b, h, q_idx, kv_idx):
             r"expected no control flow that .*\.item\(\) or a list indexed by it at .*test_trace.py:\d+; use torch.where.*a tensor in",
         ),
         (lambda s, b, h, q, k: s * s.item(), NotImplementedError, "expected no control flow"),
+        (lambda s, b, h, q, k: s + float(q), NotImplementedError, r"expected no control flow .*float\(\).* \.float\(\) in place of"),
+        (lambda s, b, h, q, k: min(s, 2.0), NotImplementedError, r"expected no control flow .*min\(\).* torch\.minimum in place of"),
         (lambda s, b, h, q, k: torch.sort(s)[0], NotImplementedError, r"got aten.sort.default at .*test_trace.py:\d+; supported are abs"),
         (lambda s, b, h, q, k: s + 2**k, NotImplementedError, r"got aten.pow.Scalar with .* at .*test_trace.py:\d+; make the base a float"),
         (lambda s, b, h, q, k: s + table.sum(), NotImplementedError, "got aten.sum.default"),

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from tl_attention.tracing.symbol import WITHOUT_VALUES
+
 POSITIONS = "b", "h", "q_idx", "kv_idx"
 PARAMETERS = {"score_mod": ("score", *POSITIONS), "mask_mod": POSITIONS}
 # Methods that read a value, in code that torch.compile leaves to Python
@@ -97,8 +99,8 @@ class Recording(TorchFunctionMode):
             )
         if name.rpartition(".")[2] in READS:
             raise NotImplementedError(
-                f"{self._function}: expected no control flow that depends on the score or an index, got {name}; use torch.where in place of"
-                " if, & and | in place of and and or, a tensor in place of a list"
+                f"{self._function}: expected no control flow that depends on the score or an index, got {name};"
+                f" {WITHOUT_VALUES}"
             )
         is_element = func is torch.Tensor.__getitem__ or func is operator.getitem
         result = _element(self._function, *args) if is_element else func(*args, **kwargs)

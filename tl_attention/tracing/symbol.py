@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+WITHOUT_VALUES = (
+    "use torch.where in place of if, & and | in place of and and or, torch.minimum in place of min(), .float() in place of float(), a"
+    " tensor in place of a list"
+)
+
 
 class Stated(Exception):
     """Refusal whose words are final but for the place: kind(f"{place}: expected {expected}, got {got}; {instead}")."""
@@ -20,8 +25,8 @@ def no_value(of_input: bool) -> Stated:
         return Stated(
             NotImplementedError,
             "no control flow that depends on the score or an index",
-            "if, and, or, while, .item() or a list indexed by it",
-            "use torch.where in place of if, & and | in place of and and or, a tensor in place of a list",
+            "if, and, or, while, min(), float(), .item() or a list indexed by it",
+            WITHOUT_VALUES,
         )
     return Stated(
         NotImplementedError,

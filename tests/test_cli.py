@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tl_attention import __version__, launch
+from tl_attention import __version__, flash_attn_with_kvcache, launch
 from tl_attention.compilation import cubin, manifest, pack, toolkit
 from tl_attention.config import catalog, configs
 from tl_attention.config.buckets import option_buckets
@@ -32,6 +32,7 @@ from tl_attention.config.kernel_configs import (
 )
 from tl_attention.problem import arguments
 from tl_attention.problem.attn_problem import (
+    DECODE,
     DECODE_TILE_WIDTHS,
     DIRECTIONS,
     SPLIT_BUCKET,
@@ -857,3 +858,22 @@ def test_compile_prints_json(compiled, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [record["kernel"] for record in found] == [str(config) for _, config in compiled]
     assert all(record["fault"] is None for record in found)
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 12, 64, 256, 320, 512])
+@pytest.mark.parametrize("head_dim", [8, 12, 64, 256, 320, 512, 576])
+def test_config_takes_the_head_dims_of_caches_that_calls_take(head_dim, head_dim_v):
+    q, k = (torch.zeros(1, 1, 1, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    latent = (head_dim, head_dim_v) == (576, 512)  # its values are columns of its keys
+    v = k[..., :head_dim_v] if latent else torch.zeros(1, 1, 1, head_dim_v, dtype=torch.bfloat16)
+    fails = []
+    for check in (
+        lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=1),
+        lambda: question.check_head_dims(head_dim, head_dim_v, DECODE),
+    ):
+        try:
+            check()
+            fails.append(False)
+        except (ValueError, NotImplementedError):
+            fails.append(True)
+    assert fails[0] == fails[1]

@@ -286,10 +286,10 @@ def _served(
     if not preferred(backend):
         return None
     if torch_unmasked.serves(*call, scale):
-        _check_lengths(query, key, value)
+        _check_sizes(query, key, value)
         return torch_unmasked.forward(query, key, value, causal, scale)
     if serves(*call, scale):
-        _check_lengths(query, key, value)
+        _check_sizes(query, key, value)
         return _forward(query, key, value, attn_bias, scale)
     if MODES.is_invariant and query.numel() and key.numel():  # without keys nothing depends on the batch
         mask = "no attn_mask" if attn_bias is None else f"attn_mask {list(attn_bias.shape)} {attn_bias.dtype}"
@@ -301,7 +301,7 @@ def _served(
     return None
 
 
-def _check_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse a key without a value, and another head_dim of key: kernels take the sizes of one tensor for both."""
     if key.shape[2] == value.shape[2] and key.shape[3] == query.shape[3]:
         return

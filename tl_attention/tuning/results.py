@@ -58,7 +58,7 @@ class Attempt:
         return self.fate == "not reached" or self.cut_off
 
     def add_reports(self, results: dict[Kernel, cubin.Report | Failure]) -> None:
-        """Record the compiled kernels, and lose if one failed or must not ship. Spills of manifest.KNOWN_SPILLS may."""
+        """Record the compiled kernels, and lose if one failed or must not ship. manifest.KNOWN_SPILLS has spills that may ship."""
         self.cut_off = any(isinstance(result, OutOfTime) for result in results.values())
         failed, faulty = [], []
         for (problem, config), result in results.items():
